@@ -146,7 +146,8 @@ def test_classifier_is_replaced():
         *(({"depths": (1, 1, 1)}, "depths"), ({"depths": 4}, "depths"), ({"windows": (0, 7)}, "windows")),
         *(({"heads": (3, 4)}, "heads"), ({"width": 0}, "width"), ({"stem_width": -1}, "stem_width")),
         *(({"in_chans": 1.5}, "in_chans"), ({"num_classes": -1}, "num_classes"), ({"mlp": 0}, "mlp")),
-        *(({"mlp": 1e-3}, "mlp"), ({"mixer": "kla"}, "mixer")),
+        *(({"mlp": 1e-3}, "mlp"), ({"mixer": "kla"}, "mixer"), ({"mixer": KLA(64)}, "mixer")),
+        ({"mixer": lambda width: width}, "mixer"),
         *(({"drop_rate": -0.1}, "drop_rate"), ({"drop_path_rate": 1.0}, "drop_path_rate")),
     ],
 )
@@ -159,6 +160,11 @@ def test_wrong_options_are_refused(options, message):
 def test_images_of_another_shape_are_refused(shape):
     with pytest.raises(ArgumentError, match=r"`x` has shape .*; expected \[B, C=3, Y, X\]"):
         VisionModel(**TINY)(torch.randn(shape))
+
+
+def test_layers_without_a_state_are_refused():
+    with pytest.raises(ArgumentError, match="`mixer` builds a layer that returns a Tensor"):
+        VisionModel(**{**TINY, "mixer": lambda width: nn.Linear(width, width)})(torch.randn(1, 3, 32, 32))
 
 
 def run(code: str) -> str:

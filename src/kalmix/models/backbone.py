@@ -31,22 +31,32 @@ from kalmix.models.loading import load_checked
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack
 from kalmix.types import Filtered
+from kalmix.validation import FLOATS, check_dtype_and_device, check_shape
 
 
 @dataclass
 class KalmixModelOutput(BaseModelOutputWithPast):
-    """Output of `KalmixModel`.
+    """Output of `KalmixModel`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
+
+    Fields are not checked here. A field that a call did not request is `None`; a call requests it by the argument in
+    parentheses. There are L blocks.
 
     Attributes:
-        last_hidden_state: `[B, T, D]`, after the final norm.
-        past_key_values: the cache; `None` if none was used.
-        hidden_states: `[B, T, D]` each: the input of each block, then `last_hidden_state`; `None` if not requested.
-        attentions: always `None`.
-        attentions: `[B, M, T, T]` of each layer, as `Mixer.attention_map`; `None` if not requested.
-        beliefs: `Filtered` of each layer's output, with `mean` and `variance` `[B, T, D]`; `None` if not requested. The
-            variance is `None` for layers without a posterior.
-        posterior: posterior of the last block's read-out, in the order of `layout`; `None` if not requested.
-        layout: order in which the tokens were filtered, and their sequences; `None` if not requested.
+        last_hidden_state: `[B, T, D]`, after the final norm, in the dtype of the model.
+        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode).
+        hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then `last_hidden_state`
+            (`output_hidden_states=True`).
+        attentions: L tensors `[B, M, T, T]`, as `Mixer.attention_map` of each layer returns them, for its M heads or
+            channels. Entry (i, j) is the weight of token j in the read-out at token i (`output_attentions=True`, which
+            needs an input without padding, packing and earlier tokens).
+        beliefs: L `Filtered`, of each layer's output: `mean` and `variance` `[B, T, D]`, and the state after the last
+            token as `belief`. A variance is `None` for a layer without a posterior (`output_beliefs=True`).
+        posterior: `kalmix.models.blocks.Posterior` of the last block's read-out, with `mean` and `variance`
+            `[B, T, E]`; its tokens are in the order of `layout`, and E is the width of the read-out
+            (`output_posterior=True`).
+        layout: how padded or packed tokens were arranged. Its `segments` are their sequences, `None` if each row is
+            one; its `order` `[B, T]` is the input column of each token, `None` if no token was moved
+            (`output_layout=True`).
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixModel
@@ -162,12 +172,27 @@ class KalmixPreTrainedModel(PreTrainedModel):
 
 
 class KalmixModel(KalmixPreTrainedModel):
-    """Base model for transformers: embedding, blocks of any layers, RMSNorm.
+    """Base model for transformers: embedding, blocks of any layers, RMSNorm. Use it for hidden states.
 
-    The models with a head stand on it; load it with `AutoModel` to use hidden states.
+    `AutoModel.from_pretrained` loads it from a checkpoint of any model of kalmix, without the head. The other models
+    contain it as `model`.
 
     Args:
-        config: configuration.
+        config: a `KalmixConfig`.
+
+    Shape:
+        `output = model(input_ids)` returns a `KalmixModelOutput`. `input_ids` is int64 or int32 `[B, T]`, from 0 to
+        `vocab_size - 1`; `inputs_embeds` `[B, T, D]` may replace it. Padding is marked by `attention_mask` `[B, T]`, 0
+        at padding, and packed sequences by `cu_seq_lens_q`, `seq_idx` or `position_ids`. `output_hidden_states`,
+        `output_attentions`, `output_beliefs`, `output_posterior` and `output_layout` request fields of the output.
+        `forward` documents all arguments. Unknown ones are ignored, as arguments of other models.
+
+    Raises:
+        ArgumentError: an option of a layer does not fit the sizes; or, in a call, an argument has the wrong shape,
+            dtype or type, both or none of `input_ids` and `inputs_embeds` are given, or a requested field does not
+            exist for a layer.
+        TypeError: `config` is not a configuration.
+        IndexError: in a call on the CPU, an id is outside the vocabulary. On a GPU, this is an assertion of the device.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixModel
@@ -230,19 +255,19 @@ class KalmixModel(KalmixPreTrainedModel):
             A `KalmixModelOutput`.
 
         Raises:
-            ArgumentError: a tensor has the wrong shape, a 4-D mask is not block-causal, the cache belongs to another
-                model or batch size; `output_posterior` is set and the last layer has no posterior; or
+            ArgumentError: a tensor has the wrong shape or dtype, a 4-D mask is not block-causal, the cache is of
+                another type, model or batch size; `output_posterior` is set and the last layer has no posterior; or
                 `output_attentions` is set, and a layer has no attention map, there are earlier tokens in the cache, or
                 the input is packed or padded.
         """
-        given = input_ids if inputs_embeds is None else inputs_embeds
-        if given is None or (input_ids is not None and inputs_embeds is not None):
-            problem = f"and `inputs_embeds` are {'missing' if given is None else 'both given'}"
-            raise ArgumentError("input_ids", problem=problem, expected="exactly one of the two")
+        given = _check_input(input_ids, inputs_embeds, self.config.hidden_size)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if past_key_values is None and use_cache:
             past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None and not isinstance(past_key_values, Cache):
+            got = f"a {type(past_key_values).__name__}"
+            raise ArgumentError("past_key_values", got=got, expected="a cache, as in the output of an earlier call")
         cache_layers = belief_layers(past_key_values, len(self.layers))
         has_past = len(cache_layers) > 0 and cache_layers[0].is_initialized
         layout = find_layout(
@@ -283,6 +308,21 @@ class KalmixModel(KalmixPreTrainedModel):
             posterior=output.posterior,
             layout=layout if output_layout else None,
         )
+
+
+def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int) -> Tensor:
+    """Return the one that is given of token ids `[B, T]` and embedded tokens `[B, T, width]`."""
+    given = input_ids if inputs_embeds is None else inputs_embeds
+    if given is None or (input_ids is not None and inputs_embeds is not None):
+        problem = f"and `inputs_embeds` are {'missing' if given is None else 'both given'}"
+        raise ArgumentError("input_ids", problem=problem, expected="exactly one of the two")
+    if inputs_embeds is None:
+        check_shape("input_ids", given, "B T", {})
+        check_dtype_and_device("input_ids", given, (torch.int64, torch.int32), given.device)
+    else:
+        check_shape("inputs_embeds", given, "B T D", {"D": width})
+        check_dtype_and_device("inputs_embeds", given, FLOATS, given.device)
+    return given
 
 
 def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

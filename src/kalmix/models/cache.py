@@ -96,26 +96,31 @@ class CacheEntry(NamedTuple):
 
 
 class BeliefLayer(CacheLayerMixin):
-    """Layer of a `DynamicCache` that stores the state of one mixer.
+    """Layer of a `DynamicCache` that stores the state of one mixer. A model makes these layers: see `cache.layers`.
 
-    The model calls `get_state` before a mixer and `set_state` after it. Only the state is kept. After
-    `activate_past_recording`, which transformers calls for speculative decoding, the layer also keeps the inputs of all
-    calls since the last crop, and `crop` can remove these tokens: it returns to the state before the call that it cuts,
-    and the next `get_state` filters the remaining tokens of that call again.
-
-    A model makes these layers itself; `cache.layers` lists them.
+    The model calls `get_state(mixer)` before a mixer, and `set_state(state, mixer_input, layout)` after it. The layer
+    keeps only the newest state. After `activate_past_recording()`, which transformers calls for speculative decoding,
+    it also keeps the inputs of all calls until a crop. `crop(-n)` removes the last n of these tokens, `crop(n)` all but
+    the first n. If it cuts a call in two, the next `get_state` starts from the state before that call and filters the
+    kept tokens again. Tokens that a crop has kept can be removed until the next call. `crop` of all tokens resets the
+    layer, recorded or not.
 
     Args:
         kwargs: options that transformers passes to every cache layer; ignored.
 
     Attributes:
-        tensors: tensors of the state; see `kalmix.models.state_tensors`.
-        structure: structure of the state; `None` for the prior.
-        tokens, calls, stale, drop_calls: see `CacheEntry`.
-        record_past: keep the calls since the last crop.
+        entry: the contents as one immutable `CacheEntry`, with the state as `state`. Assign it to set the contents.
+        tokens: number of tokens seen, padding included; also `get_seq_length()`.
+        tensors: list of the tensors of the state; empty before the first call.
+        structure: structure of the state, see `kalmix.models.state_tensors`; `None` before the first call.
+        calls: recorded calls, a tuple of `CachedCall`.
+        stale: whether the next `get_state` must filter tokens again.
+        drop_calls: whether the next `set_state` discards `calls`, because a crop has accepted their tokens.
+        record_past: whether calls are recorded.
 
     Raises:
-        ArgumentError: `crop` would remove tokens that were not recorded.
+        ArgumentError: `crop` would remove some tokens that were not recorded.
+        TypeError: `update` is called: the layer has no keys and values.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM

@@ -6,14 +6,15 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, LayerEntry, layer_specs
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.stack import BlockStack, StackOutput
-from kalmix.segments import Segments
+from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief
-from kalmix.validation import check_positive_int
+from kalmix.validation import FLOATS, check_bool, check_dtype_and_device, check_positive_int, check_shape
 
 EMBEDDING_STD = 0.02
 
@@ -21,20 +22,32 @@ EMBEDDING_STD = 0.02
 class LanguageModel(nn.Module):
     """Causal language model: embedding, blocks, RMSNorm, output head.
 
-    `forward` maps embedded tokens to hidden states; `logits` maps hidden states to logits. `KalmixForCausalLM` is the
-    same model for transformers.
+    `KalmixForCausalLM` is the same model for transformers.
 
     Args:
         vocab_size: number of tokens.
         hidden_size: width D of the residual stream.
-        layers: one entry per block: a layer's name or a mapping of options, as `KalmixConfig.layers`.
+        layers: list or tuple with one entry per block: a layer's name, or a mapping with the name as `"mixer"` and its
+            options, as in `KalmixConfig.layers`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
+            Default: 0 for layers that gate their own output, otherwise 8/3 of D, rounded up to a multiple of 8.
         tie_word_embeddings: share the embedding's weight with the head.
-        propagate: read-out that blocks pass on in training: "mean", or one "sample" of the posterior (section 5.5 of
-            Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
-        norm_eps: epsilon of all norms outside the mixers.
+        propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
+            (section 5.5 of Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always
+            use the mean.
+        norm_eps: epsilon >= 0 of all norms outside the mixers.
+
+    Shape:
+        `embed_tokens` maps token ids, int64 or int32 `[B, T]`, to `[B, T, D]`. `output = model(x, states=None,
+        segments=None)` maps embedded tokens x to a `StackOutput`: its `hidden_state` is `[B, T, D]`, before the final
+        norm, and its `states` has one state per block, to pass to the next call. `segments` (`kalmix.Segments`) assigns
+        tokens to sequences, for packing and padding. `logits(hidden_state)` applies the final norm and the head, and
+        returns `[B, T, vocab_size]`.
 
     Raises:
-        ArgumentError: a size is not a positive integer, or a layer, an option or `propagate` is unknown.
+        ArgumentError: a size is not a positive integer, `layers` is empty or not a list, `norm_eps` is negative,
+            `tie_word_embeddings` is not a bool, or a layer, an option or `propagate` is unknown; or, in a call, x,
+            `states` or `segments` has the wrong type or shape.
+        IndexError: on the CPU, `embed_tokens` gets an id outside the vocabulary.
 
     Example:
         >>> from kalmix.models import LanguageModel
@@ -60,6 +73,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         specs = layer_specs(layers, hidden_size)
         check_positive_int("vocab_size", vocab_size)
+        check_bool("tie_word_embeddings", tie_word_embeddings)
+        self.hidden_size: int = hidden_size
         self.embed_tokens: nn.Module = nn.Embedding(vocab_size, hidden_size)
         self.layers: BlockStack = BlockStack((Block(hidden_size, spec, norm_eps) for spec in specs), propagate)
         self.norm: RMSNorm = RMSNorm(hidden_size, norm_eps)
@@ -91,8 +106,15 @@ class LanguageModel(nn.Module):
                 `BlockStack.forward` takes them.
 
         Raises:
-            ArgumentError: `output_posterior` is set and the last layer has no posterior.
+            ArgumentError: `x`, `states` or `segments` has the wrong type or shape; or `output_posterior` is set and the
+                last layer has no posterior.
         """
+        check_shape("x", x, "B T D", {"D": self.hidden_size})
+        check_dtype_and_device("x", x, FLOATS, x.device)
+        check_segments(segments, x.shape[0], x.shape[1], x.device)
+        if states is not None and len(states) != len(self.layers):
+            expected = f"{len(self.layers)}, one per block (`None` for a prior)"
+            raise ArgumentError("states", problem=f"has {len(states)} entries", expected=expected)
         return self.layers(x, states, None if segments is None else InputLayout(segments), **outputs)
 
     @property

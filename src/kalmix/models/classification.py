@@ -11,12 +11,28 @@ from kalmix.models.backbone import KalmixPreTrainedModel
 
 
 class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPreTrainedModel):
-    """Classifier of sequences: a linear map of the last hidden state of each row's last token.
+    """Classifier of sequences, one per row: a linear map of a token's hidden state after the final norm, without bias.
 
-    The last token is the last one that is not `config.pad_token_id`, so batches need that setting.
+    The token is the last one of the row that is not `config.pad_token_id`, or the last of all if the call has
+    `inputs_embeds`. A row of padding only uses its first token.
 
     Args:
-        config: configuration; `num_labels` is the number of classes.
+        config: a `KalmixConfig`. Its `num_labels` (default 2) is the number of classes. Without a `pad_token_id`, calls
+            with more than one row fail.
+
+    Shape:
+        `output = model(input_ids, attention_mask=None, labels=None)` takes what `KalmixModel` takes, and returns a
+        `SequenceClassifierOutputWithPast` of transformers, with logits `[B, num_labels]`. To ignore padding on the
+        left, give `attention_mask`: the pad id alone does not mark it. Transformers computes the loss. With `labels`
+        int64 `[B]` it is the mean cross-entropy, with floats `[B, num_labels]` that of independent classes, and for
+        `num_labels=1` the mean squared error of floats `[B]`. The first call with labels stores this choice in
+        `config.problem_type`.
+
+    Raises:
+        ArgumentError: as `KalmixModel`.
+        ValueError: several rows and no `pad_token_id`, or `labels` has another number of elements.
+        RuntimeError: the dtype of `labels` does not fit the loss.
+        IndexError: on the CPU, a label is not below `num_labels`. On a GPU, this is an assertion of the device.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForSequenceClassification
@@ -30,12 +46,21 @@ class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPr
 class KalmixForTokenClassification(GenericForTokenClassification, KalmixPreTrainedModel):
     """Causal classifier of tokens: dropout, then a linear map of each token's hidden state after the final norm.
 
-    It returns a `TokenClassifierOutput` of transformers. With `labels` `[B, T]`, it has a loss, the mean cross-entropy;
-    labels of -100 are ignored.
-
     Args:
         config: a `KalmixConfig`. Its `num_labels` (default 2) is the number of classes, and its `classifier_dropout`
             the probability of dropout.
+
+    Shape:
+        `output = model(input_ids, attention_mask=None, labels=None)` takes what `KalmixModel` takes, and returns a
+        `TokenClassifierOutput` of transformers, with logits `[B, T, num_labels]`. With `labels` int64 `[B, T]`, which
+        are not shifted, it has a loss, the mean cross-entropy. Labels of -100 are ignored, as they must be at padding;
+        if all are, the loss is NaN. Without labels it is `None`.
+
+    Raises:
+        ArgumentError: as `KalmixModel`.
+        ValueError: `labels` has another number of elements than B T.
+        RuntimeError: `labels` are not int64.
+        IndexError: on the CPU, a label is not below `num_labels`. On a GPU, this is an assertion of the device.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForTokenClassification

@@ -35,54 +35,59 @@ REMOTE_CODE = f"from kalmix.models import {', '.join(['KalmixConfig', *AUTO_CLAS
 
 @strict  # makes transformers call our `validate_layer_type`
 class KalmixConfig(PreTrainedConfig):
-    """Configuration of a `KalmixModel` and of the models that stand on it.
+    """Configuration of a `KalmixModel` and of the models with a head.
 
-    It also accepts the settings of transformers' `PreTrainedConfig`, such as `num_labels`, the number of classes of a
-    classifier (default 2). As in transformers, a setting with an unknown name is stored without an error.
+    It accepts keyword arguments only, and also the settings of transformers' `PreTrainedConfig`, such as `num_labels`,
+    the number of classes of a classifier (default 2). As in transformers, a setting with an unknown name is stored
+    without an error. Section and equation numbers refer to the paper Kalman Linear Attention.
 
     Args:
         vocab_size: number of tokens.
         hidden_size: width D of the residual stream.
-        layers: layer of all blocks, or a list with one layer per block. A layer is a name ("kla", "attention"), or a
-            mapping of its options, such as `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width
-            of the block's MLP, 0 for none. Default: 0 for layers that gate their own output, such as "kla" and
-            "mamba2", otherwise `intermediate_size`. With `layers="attention"` the model is a GPT, with "kla" a KLA
-            model, and with `["attention"] * 11 + ["kla"]` the hybrid of the paper. An option that is a `Design`, a
-            ridge or a solver is converted to a mapping, which JSON can store.
+        layers: layer of all blocks, or a list with one layer per block. A layer is a name, a key of
+            `kalmix.layers.MIXERS` such as "kla", or a mapping with the name as `"mixer"` and its options, such as
+            `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
+            Default: 0 for layers that gate their own output, such as "kla" and "mamba2", otherwise
+            `intermediate_size`. With `layers="attention"` the model is a GPT, with "kla" a KLA model, and with
+            `["attention"] * 11 + ["kla"]` the hybrid of the paper. After construction, this is a list that JSON can
+            store: an option that is a `kalmix.designs.Design` or a ridge or solver of `kalmix.ops.ridge` is a mapping.
         num_hidden_layers: number of blocks. Default: the length of `layers` if it is a list, otherwise 12.
-        num_attention_heads: number of heads of all layers that have heads and do not name their number. Default: each
-            layer's own.
-        intermediate_size: hidden width of MLPs whose layer does not name it; layers that gate their own output have no
-            MLP. Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
+        num_attention_heads: option `heads` of all layers that have this option and do not set it. Default: each
+            layer's own default.
+        intermediate_size: hidden width of the MLP of layers that do not set `"mlp"` and do not gate their own output.
+            Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.
         initializer_range: standard deviation with which embeddings and heads are initialized.
         tie_word_embeddings: share the embedding's weight with the head.
         norm_eps: epsilon of all norms outside the mixers.
         propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
-            (section 5.5 of Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always
-            use the mean.
-        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
-            of the token over samples of the last layer's posterior (equations 24 and 25). The last layer must then
-            have a posterior; otherwise a call with labels raises `ArgumentError`.
-        loss_samples: Monte Carlo samples of the marginal likelihood.
+            (section 5.5). The last block, blocks without a posterior, and evaluation always use the mean.
+        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": the mean over tokens of -log p,
+            where p averages the token's probability over samples of the last layer's posterior at that position
+            (equations 24 and 25). The last layer must then have a posterior; otherwise a call with labels raises
+            `ArgumentError`.
+        loss_samples: Monte Carlo samples per token of the marginal likelihood.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
         use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.
         max_packed_sequences: largest number of sequences in one call, over all rows, if `position_ids`, `seq_idx` or a
-            4-D mask describes them. It applies under `torch.compile` and in training on a GPU, where the model does not
-            read these tensors on the host. If there are more, the device raises a `RuntimeError`. Memory grows by one
-            state per sequence. Default: 64 + B + B T / 64 for B rows of T tokens.
+            4-D mask describes them. It applies only under `torch.compile` and in training on a GPU; other calls have no
+            limit. If there are more, the device raises a `RuntimeError`. Memory grows by one state per sequence.
+            Default: 64 + B + B T / 64, rounded down, for B rows of T tokens.
         classifier_dropout: probability of dropout before the head of `KalmixForTokenClassification`, from 0 to 1.
         format: version of the file format of checkpoints (config.json and weights); keep the default.
-        pad_token_id: id of the padding token.
+        pad_token_id: id of the padding token. No id is compared with `vocab_size`.
         bos_token_id: id of the token that begins a text.
         eos_token_id: id, or ids, of the tokens that end a text.
 
     Raises:
-        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; a value has the wrong type; a
-            size or a count is not positive; `norm_eps` or `initializer_range` is negative; `classifier_dropout` is not
-            between 0 and 1; `layers` is empty, or has another length than `num_hidden_layers`.
+        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; a value listed here has the
+            wrong type; a size or a count, or `num_labels`, is not positive; `norm_eps` or `initializer_range` is
+            negative; `classifier_dropout` is not between 0 and 1; `layers` is empty, or has another length than
+            `num_hidden_layers`. The values of a layer's options, such as a number of heads that does not divide
+            `hidden_size`, are checked when a model is built.
         FormatError: `format` is newer than this version of kalmix.
+        ValueError: an argument is positional.
 
     Example:
         >>> from kalmix.models import KalmixConfig
@@ -130,6 +135,10 @@ class KalmixConfig(PreTrainedConfig):
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:
                 check_positive_int(name, value)
+        if (num_labels := kwargs.get("num_labels")) is not None:
+            check_positive_int("num_labels", num_labels)
+        if isinstance(self.eos_token_id, list) and not all(type(x) is int for x in self.eos_token_id):
+            raise ArgumentError("eos_token_id", got=repr(self.eos_token_id), expected="an integer or integers")
         check_number("norm_eps", self.norm_eps, minimum=0.0)
         check_number("initializer_range", self.initializer_range, minimum=0.0)
         if not 0 <= self.classifier_dropout <= 1:

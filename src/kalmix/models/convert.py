@@ -71,18 +71,21 @@ MODEL_WEIGHTS = {
 
 
 def load_gated_deltanet(folder: str | Path) -> KalmixForCausalLM:
-    """Load a Gated DeltaNet language model of flash-linear-attention.
+    """Load a Gated DeltaNet language model of the library flash-linear-attention, which need not be installed.
 
     Args:
-        folder: folder that its `save_pretrained` wrote: config.json, and `model.safetensors` or several safetensors
-            files with their index.
+        folder: local folder that `save_pretrained` of flash-linear-attention wrote: config.json, and
+            `model.safetensors` or several safetensors files with their index. Nothing is downloaded.
 
     Returns:
-        The model in evaluation mode, in float32 on the CPU, with the same logits.
+        The model in evaluation mode, in float32 on the CPU, whatever the dtype of the file. Its logits are those of the
+        original model in float32, up to rounding. Tokenizer files are not read.
 
     Raises:
-        ArgumentError: a file is missing or damaged, the configuration uses a feature that kalmix does not support, or
-            the weights do not match it.
+        ArgumentError: a file is missing or damaged (also if `folder` is a name on the Hugging Face Hub), `model_type`
+            is not "gated_deltanet", the configuration has attention layers (`attn`) or another feature that kalmix does
+            not support, or the weights do not match it. The message names the file, the key or the weight.
+        TypeError: `folder` is not a path.
 
     Example:
         >>> from kalmix.models.convert import load_gated_deltanet

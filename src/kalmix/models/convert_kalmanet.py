@@ -99,17 +99,25 @@ class _HeadCounts(NamedTuple):
 
 
 def load_gated_kalmanet(folder: str | Path) -> KalmixForCausalLM:
-    """Load a released Gated KalmaNet language model.
+    """Load a Gated KalmaNet language model as its authors released it (awslabs/hybrid-model-factory, "hybrid_qwen3").
+
+    Such a model may also have attention layers. The code of the authors is not needed. Also exported by
+    `kalmix.models.convert`.
 
     Args:
-        folder: folder with config.json, and `model.safetensors` or several safetensors files with their index.
+        folder: local folder with config.json, and `model.safetensors` or several safetensors files with their index.
+            Nothing is downloaded.
 
     Returns:
-        The model in evaluation mode, in float32 on the CPU, with the same logits.
+        The model in evaluation mode, in float32 on the CPU, whatever the dtype of the file. Its logits are those of the
+        original model in float32, up to rounding. Tokenizer files are not read.
 
     Raises:
-        ArgumentError: a file is missing or damaged, the configuration uses a feature that kalmix does not support, or
-            the weights do not match it.
+        ArgumentError: a file is missing or damaged (also if `folder` is a name on the Hugging Face Hub), `model_type`
+            is not "hybrid_qwen3", the configuration has layers other than Gated KalmaNet and full attention or another
+            feature that kalmix does not support, or the weights do not match it. The message names the file, the key or
+            the weight.
+        TypeError: `folder` is not a path.
 
     Example:
         >>> from kalmix.models.convert import load_gated_kalmanet

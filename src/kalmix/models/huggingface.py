@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from kalmix._extras import optional_imports
@@ -14,29 +15,40 @@ with optional_imports():
     from transformers.modeling_outputs import CausalLMOutputWithPast
     from transformers.utils import can_return_tuple
 
+from kalmix.errors import ArgumentError
 from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrainedModel
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 from kalmix.types import Filtered
+from kalmix.validation import check_dtype_and_device, check_shape
+
+LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass
 class KalmixOutput(CausalLMOutputWithPast):
-    """Output of `KalmixForCausalLM`.
+    """Output of `KalmixForCausalLM`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
+
+    Fields are not checked here. A field that a call did not request is `None`; a call requests it by the argument in
+    parentheses. There are L blocks.
 
     Attributes:
-        loss: mean loss in nats per target, a scalar; `None` without labels.
-        logits: `[B, T, vocab_size]`, computed from the posterior mean; fewer tokens with `logits_to_keep`.
-        past_key_values: the cache; `None` if none was used.
-        hidden_states: `[B, T, D]` each: the input of each block, then the output of the final norm; `None` if not
-            requested.
-        attentions: one tensor `[B, M, T, T]` per layer, with the M heads or channels of that layer. Entry (i, j) is
-            the weight of token j in the read-out at token i. `None` if not requested.
-        beliefs: one `Filtered` per layer: `mean` and `variance` `[B, T, D]` of the mixer's output, before the residual
-            addition, and the mixer's state after the last token. The variance is `None` for layers without a posterior.
-            `None` if not requested.
+        loss: mean loss in nats per target, a scalar of at least float32 (`labels=...`). It is the loss of
+            `config.loss`, so with "marginal" it is not the cross-entropy of `logits`.
+        logits: `[B, T, vocab_size]`, in the dtype of the model; fewer tokens with `logits_to_keep`. They are computed
+            from the read-outs themselves, which are posterior means in layers with a posterior.
+        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode without
+            labels).
+        hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then the output of the final norm
+            (`output_hidden_states=True`).
+        attentions: L tensors `[B, M, T, T]`, as `Mixer.attention_map` of each layer returns them, for its M heads or
+            channels. Entry (i, j) is the weight of token j in the read-out at token i; it may be negative
+            (`output_attentions=True`, which needs an input without padding, packing and earlier tokens).
+        beliefs: L `Filtered`: `mean` `[B, T, D]` in the dtype of the model and `variance` `[B, T, D]` in float32 of
+            each layer's output, before it is added to the residual stream, and the layer's state after the last token
+            as `belief`. A variance is `None` for a layer without a posterior (`output_beliefs=True`).
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
@@ -57,7 +69,23 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     Packed and padded inputs give the same logits as each sequence alone.
 
     Args:
-        config: configuration.
+        config: a `KalmixConfig`.
+
+    Shape:
+        `output = model(input_ids)` returns a `KalmixOutput`. `input_ids` is int64 or int32 `[B, T]`, from 0 to
+        `vocab_size - 1`; `inputs_embeds` `[B, T, D]` may replace it. `labels` are integers `[B, T]`, usually
+        `input_ids`: the model shifts them, and ignores -100. Padding is marked by `attention_mask` `[B, T]`, 0 at
+        padding, on any side; without a mask, the model reads padding as text. Packed sequences are marked by
+        `cu_seq_lens_q`, `seq_idx` or `position_ids`. `output_hidden_states`, `output_attentions` and `output_beliefs`
+        request fields of the output. `forward` documents all arguments. Unknown ones are ignored.
+
+    Raises:
+        ArgumentError: an option of a layer does not fit the sizes; or, in a call, an argument has the wrong shape,
+            dtype or type, both or none of `input_ids` and `inputs_embeds` are given, a requested field does not exist
+            for a layer, or the loss is "marginal" and the last layer has no posterior.
+        TypeError: `config` is not a configuration.
+        IndexError: in a call on the CPU, an id or a label is outside the vocabulary. On a GPU, this is an assertion of
+            the device.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
@@ -109,7 +137,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             position_ids: see `KalmixModel.forward`.
             past_key_values: see `KalmixModel.forward`.
             inputs_embeds: see `KalmixModel.forward`.
-            labels: `[B, T]`, as `input_ids`; shifted inside the model. -100 is ignored.
+            labels: integers `[B, T]`, as `input_ids`; shifted inside the model. -100 is ignored.
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode without labels, otherwise not.
             output_beliefs: see `KalmixModel.forward`.
             output_hidden_states: see `KalmixModel.forward`.
@@ -126,8 +154,12 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             A `KalmixOutput`.
 
         Raises:
-            ArgumentError: as `KalmixModel.forward`; or the loss is "marginal" and the last layer has no posterior.
+            ArgumentError: as `KalmixModel.forward`; labels have another shape or dtype; `logits_to_keep` is negative;
+                or the loss is "marginal" and the last layer has no posterior.
         """
+        if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
+            expected = "a number of tokens, at least 0, or a tensor of indices"
+            raise ArgumentError("logits_to_keep", got=repr(logits_to_keep), expected=expected)
         # Not in the signature: the Trainer computes no loss if a batch lacks a parameter with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         has_loss = labels is not None or shift_labels is not None
@@ -177,9 +209,9 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         assert layout is not None
         if targets is None:
             assert labels is not None
-            targets = next_token_targets(layout.compact(labels.to(logits.device)), layout.segments)
+            targets = next_token_targets(layout.compact(_read_labels("labels", labels, logits)), layout.segments)
         else:
-            targets = layout.compact(targets.to(logits.device))
+            targets = layout.compact(_read_labels("shift_labels", targets, logits))
         if posterior is None:
             return cross_entropy(logits, layout.restore(targets), count)
         return marginal_likelihood(
@@ -189,3 +221,14 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             chunk_size=self.config.loss_chunk_size,
             count=count,
         )
+
+
+def _read_labels(name: str, labels: Tensor, logits: Tensor) -> Tensor:
+    """Return labels as int64, on the device of the logits `[B, T, vocab_size]`.
+
+    Raises:
+        ArgumentError: they have another shape than `[B, T]`, or are not integers.
+    """
+    check_shape(name, labels, "B T", {"B": logits.shape[0], "T": logits.shape[1]})
+    check_dtype_and_device(name, labels, LABEL_DTYPES, labels.device)
+    return labels.to(logits.device, torch.int64)

@@ -121,8 +121,9 @@ def find_layout(
     name, marks, step = ("position_ids", position_ids, 1) if seq_idx is None else ("seq_idx", seq_idx, 0)
     if marks is None:
         return InputLayout()
-    if marks.ndim != 2 or marks.shape[1] != length or marks.shape[0] not in (1, batch):
-        raise ArgumentError(name, problem=f"has shape {list(marks.shape)}", expected=f"[{batch}, {length}]")
+    if not isinstance(marks, Tensor) or marks.ndim != 2 or marks.shape[1] != length or len(marks) not in (1, batch):
+        problem = f"has shape {list(marks.shape)}" if isinstance(marks, Tensor) else f"is a {type(marks).__name__}"
+        raise ArgumentError(name, problem=problem, expected=f"[{batch}, {length}]")
     begins = F.pad(marks.diff(dim=1) != step, (1, 0), value=True).expand(batch, length)
     return InputLayout(_runs(name, begins, None, max_sequences, cached))
 

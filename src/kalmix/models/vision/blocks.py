@@ -120,8 +120,16 @@ class TokenBlock(nn.Module):
         self.drop_path: DropPath = DropPath(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the block to `x` `[B, T, D]`."""
-        x = x + self.drop_path(self.mixer(self.norm(x))[0])
+        """Apply the block to `x` `[B, T, D]`.
+
+        Raises:
+            ArgumentError: the mixer does not return a tuple.
+        """
+        output = self.mixer(self.norm(x))
+        if not isinstance(output, tuple):
+            problem = f"builds a layer that returns a {type(output).__name__}"
+            raise ArgumentError("mixer", problem=problem, expected="a layer that returns a tuple (output, state)")
+        x = x + self.drop_path(output[0])
         return x + self.drop_path(self.mlp(self.mlp_norm(x)))
 
 

@@ -42,14 +42,15 @@ class VisionModel(nn.Module):
     4 begins with a convolution that halves the map and doubles its channels, so the last map has 1/32.
 
     The blocks of stages 1 and 2 are convolutions. Those of stages 3 and 4 cut the map into square windows and treat the
-    pixels of a window, row by row, as a sequence. A map that windows do not tile is padded with zeros. In each of these
-    two stages the first half of the blocks (the larger half of an odd number) are memory layers, and the rest
-    attention. This is the shape of MambaVision; the defaults are GKAVision-T, with 31.8 million parameters.
+    pixels of a window, row by row, as a sequence. A map whose sides are not multiples of the window is padded with
+    zeros, which the blocks read as pixels. In each of these two stages the first half of the blocks (the larger half of
+    an odd number) are memory layers, and the rest attention. Each of these blocks also has an MLP. This is the shape of
+    MambaVision; the defaults are GKAVision-T, with 31.8 million parameters.
 
     Args:
-        mixer: builds the memory layer of a block from its width: a class of `kalmix.layers`, or a function. The layer
-            must map `[B, T, width]` to a pair of `[B, T, width]` and a state, which is ignored. Default: Gated KalmaNet
-            as in the paper. `None`: attention in every block.
+        mixer: builds the memory layer of a block from its width: a class of `kalmix.layers`, or a function of the width
+            that returns a module. The layer must map `[B, T, width]` to a tuple of `[B, T, width]` and a state, which
+            is ignored. Default: Gated KalmaNet as in the paper. `None`: attention in every block.
         width: channels of the first stage.
         stem_width: channels between the two convolutions of the stem.
         depths: blocks per stage.
@@ -58,17 +59,21 @@ class VisionModel(nn.Module):
         mlp: hidden width of an MLP, as a multiple of the stage's width.
         num_classes: number of classes. With 0 there is no classifier, and the model returns features `[B, 8 * width]`.
         in_chans: channels of the images.
-        drop_rate: dropout before the classifier.
-        drop_path_rate: probability of skipping the mixer of the last block in training, and that of skipping its MLP,
-            per sample. It grows linearly from the first block, where it is 0.
+        drop_rate: probability of dropout before the classifier.
+        drop_path_rate: stochastic depth: the probability of skipping the last block of the model for a sample, in
+            training. It is 0 in the first block of the model and grows linearly. In stages 3 and 4, it applies to the
+            mixer and to the MLP of a block independently.
 
     Raises:
         ArgumentError: a size is not a positive integer (`num_classes` may be 0), `depths`, `heads` or `windows` has
-            the wrong length, `mlp` is not above 0, a rate is not from 0 up to 1 (exclusive), or a number of attention
-            heads does not divide the width of its stage; or, in a call, the images have another shape.
+            the wrong length, `mlp` is not above 0, a rate is not from 0 up to 1 (exclusive), a number of attention
+            heads does not divide the width of its stage, or `mixer` is not a function that returns a module; or, in a
+            call, the images do not have 4 dimensions or `in_chans` channels, or a layer does not return a tuple.
 
     Shape:
-        Input: images `[B, in_chans, Y, X]` of any size. Output: logits `[B, num_classes]`.
+        Input: images `[B, in_chans, Y, X]` of any size, in the dtype of the parameters; PyTorch raises a RuntimeError
+        for another, such as uint8. Pixels are not normalised. Output: logits `[B, num_classes]`. `forward_features`
+        returns the last map, `[B, 8 * width, Y / 32, X / 32]`, rounded up.
 
     Complexity: O(T) per window of T tokens in a memory layer, O(T^2) in attention.
 
@@ -109,7 +114,8 @@ class VisionModel(nn.Module):
             require(rate < 1, name, rate, "a number below 1")
         check_number("mlp", mlp)
         require(round(mlp * width) >= 1, "mlp", mlp, f"a number that is at least 1 / {width} (the width)")
-        require(mixer is None or callable(mixer), "mixer", repr(mixer), "a function that builds a layer, or None")
+        builds = callable(mixer) and not isinstance(mixer, nn.Module)
+        require(mixer is None or builds, "mixer", repr(mixer), "a function that builds a layer, or None")
         self.num_classes: int = num_classes
         self.in_chans: int = in_chans
         self.num_features: int = 8 * width
@@ -126,6 +132,9 @@ class VisionModel(nn.Module):
                     continue
                 make_mixer = mixer if n < (depth + 1) // 2 else None
                 token_mixer = make_mixer(channels) if make_mixer else WindowAttention(channels, heads[stage - 2])
+                if not isinstance(token_mixer, nn.Module):
+                    problem = f"returns a {type(token_mixer).__name__}"
+                    raise ArgumentError("mixer", problem=problem, expected="a function that returns a module")
                 blocks.append(TokenBlock(channels, token_mixer, round(mlp * channels), drop))
             if stage >= 2:
                 blocks = [WindowBlocks(windows[stage - 2], blocks)]
