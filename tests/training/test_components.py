@@ -16,7 +16,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
 from kalmix.training.data import SequenceDataset, encode_documents, wrap_tokenizer
-from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, surprisals
+from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, evaluate, surprisals
 from kalmix.training.schedule import Schedule
 
 
@@ -69,6 +69,20 @@ def test_uniform_model_needs_log2_of_the_vocabulary_per_token(tokenizer) -> None
     assert found == pytest.approx(tokens * math.log2(257) / len("héllo\n\ntwo".encode()), rel=1e-5)
 
 
+def test_wrong_arguments_of_an_evaluation_are_named(tokenizer) -> None:
+    good = {"model": model(), "tokenizer": tokenizer, "documents": ["two"], "window": 4, "batch_size": 1}
+    wrong = {"model": [None, nn.Linear(1, 1)], "tokenizer": [None, "bytes"], "documents": ["two", [], ["", ""], [3], 3]}
+    wrong |= {"window": [0, -1, 2.0, "4"], "batch_size": [0, None]}
+    for name, values in wrong.items():
+        for value in values:
+            with pytest.raises(ArgumentError, match=f"`{name}`"):
+                bits_per_byte(**good | {name: value})
+    with pytest.raises(ArgumentError, match="`tokenizer` has a token"):
+        bits_per_byte(**good | {"model": model(vocabulary=50)})
+    with pytest.raises(ArgumentError, match="`run`"):
+        evaluate(good["model"])
+
+
 def test_compressors_get_the_whole_held_out_text() -> None:
     documents = ("a" * 1000, "b")
     data = "\n\n".join(documents).encode()
@@ -96,7 +110,9 @@ def test_typed_layers_are_parsed(typed: str, meant: tuple) -> None:
     assert parse_layers(typed) == meant
 
 
-@pytest.mark.parametrize("typed", ["", "kla,,kla", "x*kla", "2*", "[1]", "[kla"])
+@pytest.mark.parametrize(
+    "typed", ["", "kla,,kla", "x*kla", "0*kla", "99999*kla", "²*kla", "2*", "[1]", "[kla", "[]", "{}", 3]
+)
 def test_mistyped_layers_are_refused(typed: str) -> None:
     with pytest.raises(ArgumentError, match="layers"):
         parse_layers(typed)

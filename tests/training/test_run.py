@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 from kalmix import ArgumentError
+from kalmix.training import Recipe
 from kalmix.training.run import train
 
 
@@ -91,6 +92,25 @@ def test_folder_with_a_run_is_not_overwritten(recipe, tmp_path: Path) -> None:
     for resume, message in ((False, "which holds a run"), (True, "a finished run")):
         with pytest.raises(ArgumentError, match=message):
             train(recipe(steps=1), tmp_path, resume=resume)
+
+
+@pytest.mark.parametrize("change", [{"hidden_size": 16}, {"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4}])
+def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path, change: dict) -> None:
+    train(recipe(), tmp_path, callbacks=[Kill(2)])
+    with pytest.raises(ArgumentError, match=rf"`{next(iter(change))}` is .*in the run to resume"):
+        train(recipe(**change), tmp_path, resume=True)
+    assert train(Recipe.load(tmp_path), str(tmp_path), resume=True).finished
+
+
+def test_wrong_arguments_of_train_are_named(recipe, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text")
+    good = {"recipe": recipe(), "output": tmp_path / "run"}
+    wrong = {"recipe": [{}, tmp_path], "output": [None, 3, tmp_path / "file"], "resume": ["yes", 1]}
+    for name, values in (wrong | {"callbacks": [3, [3], [int], Kill(1)]}).items():
+        for value in values:
+            with pytest.raises(ArgumentError, match=f"`{name}`"):
+                train(**good | {name: value})
+    assert not (tmp_path / "run").exists()
 
 
 def test_time_limit_ends_a_run_with_learning_rate_zero(recipe, tmp_path: Path) -> None:

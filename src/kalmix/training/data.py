@@ -61,8 +61,10 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
     """Return the id of `END_OF_TEXT`.
 
     Raises:
-        ArgumentError: the tokenizer does not have that token.
+        ArgumentError: the tokenizer is not a `PreTrainedTokenizerFast`, or does not have that token.
     """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ArgumentError("tokenizer", got=f"a {type(tokenizer).__name__}", expected="a PreTrainedTokenizerFast")
     end = tokenizer.backend_tokenizer.token_to_id(END_OF_TEXT)
     if end is None:
         raise ArgumentError("tokenizer", problem=f"lacks the token {END_OF_TEXT}", expected="one that kalmix trained")

@@ -19,6 +19,7 @@ from kalmix._extras import optional_imports
 with optional_imports():
     from transformers import PreTrainedTokenizerFast
 
+from kalmix.errors import ArgumentError
 from kalmix.files import write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import corpus as text
@@ -27,6 +28,7 @@ from kalmix.training.provenance import provenance
 from kalmix.training.recipe import Recipe
 from kalmix.training.run import Run
 from kalmix.training.sampling import generate
+from kalmix.validation import check_positive_int
 
 RESULT_FILE = "result.json"
 EXCERPT_CHARS = 200  # held-out text in figures
@@ -66,16 +68,22 @@ class EvaluationResult:
 
 
 def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> EvaluationResult:
-    """Evaluate the model of a finished run. The result of the same run is always the same.
+    """Evaluate the model of a run on its held-out text, as `kalmix report` does.
 
-    A model that was trained under bfloat16 autocast is evaluated under it.
+    The held-out text is `run.corpus.held_out`: documents that neither the tokenizer nor the model has seen. The result
+    contains the bits per byte of the model and of two compressors, and a sample. It is the same at each call on one
+    machine; `provenance` may differ. A model that was trained under bfloat16 autocast is evaluated under it.
 
     Args:
-        run: finished run.
-        progress: called with the name of the current stage and the fraction of it that is done.
+        run: run that has ended, as `train` returns it. A run that was interrupted is evaluated as it is.
+        progress: called as `progress(stage, fraction)` with the name of the current stage, a string, and the fraction
+            of it that is done, 0 to 1. Default: does nothing.
 
     Returns:
-        The result, which is not yet saved; see `EvaluationResult.save`.
+        The result, see `EvaluationResult`. It is not saved to disk; `EvaluationResult.save` does that.
+
+    Raises:
+        ArgumentError: `run` is not a `Run`.
 
     Example:
         >>> from pathlib import Path
@@ -89,6 +97,8 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
         >>> result.steps, result.bits_per_byte > 3  # 2 steps teach it nothing
         (2, True)
     """
+    if not isinstance(run, Run):
+        raise ArgumentError("run", got=f"a {type(run).__name__}", expected="a Run, as `train` returns it")
     recipe, device, documents = run.recipe, run.model.device, run.corpus.held_out
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
         score = bits_per_byte(
@@ -155,18 +165,28 @@ def bits_per_byte(
     batch_size: int = 8,
     progress: Callable[[float], None] = lambda done: None,
 ) -> float:
-    """Return the length of a lossless code for documents, in bits per byte of the documents joined by blank lines.
+    """Return the bits per byte of documents under a model: the length of a lossless code, divided by their bytes.
 
-    All tokens count, including the first and the end-of-text tokens between documents, so values of different
-    tokenizers are comparable. See `surprisals` for the context of each token.
+    The length is the sum of -log2 p over all tokens. Each document is preceded by an end-of-text token, so the model
+    predicts the first token of a document as well; all tokens count but the first end-of-text token. The bytes are the
+    UTF-8 bytes of the documents joined by two newlines. So values of different tokenizers are comparable; smaller is
+    better.
 
     Args:
-        model: model to evaluate.
-        tokenizer: its tokenizer.
-        documents: text to encode.
-        window: tokens per window.
-        batch_size: windows per forward pass.
-        progress: called with the fraction that is done.
+        model: model to evaluate, in evaluation mode; its own mode is restored.
+        tokenizer: its tokenizer, with the token `<|endoftext|>`, such as `Run.tokenizer`.
+        documents: texts, a list or tuple of strings.
+        window: tokens per window, >= 1. Windows overlap by half, so each token is predicted from at least half a window
+            of earlier tokens, or from all there are.
+        batch_size: windows per forward pass, >= 1.
+        progress: called with the fraction that is done, 0 to 1. Default: does nothing.
+
+    Returns:
+        A number >= 0.
+
+    Raises:
+        ArgumentError: an argument has another type, `documents` contains no text, `window` or `batch_size` is not a
+            positive integer, or the tokenizer has no end-of-text token or more tokens than the model.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
@@ -179,7 +199,18 @@ def bits_per_byte(
         >>> 7 < bits < 10  # an untrained model needs about log2(257) bits for each byte
         True
     """
+    if not isinstance(model, KalmixForCausalLM):
+        raise ArgumentError("model", got=f"a {type(model).__name__}", expected="a KalmixForCausalLM")
+    if not isinstance(documents, list | tuple) or not all(isinstance(x, str) for x in documents):
+        raise ArgumentError("documents", got=f"a {type(documents).__name__}", expected="a list of strings")
+    if not any(documents):
+        raise ArgumentError("documents", got="empty", expected="at least one document that is not empty")
+    check_positive_int("window", window)
+    check_positive_int("batch_size", batch_size)
     ids = encode_documents(tokenizer, documents)
+    if int(ids.max()) >= model.config.vocab_size:
+        expected = f"tokens below {model.config.vocab_size}, the vocabulary of the model"
+        raise ArgumentError("tokenizer", problem=f"has a token {int(ids.max())}", expected=expected)
     nats = float(surprisals(model, ids, window=window, batch_size=batch_size, progress=progress).double().sum())
     return text.nats_to_bits_per_byte(nats, "\n\n".join(documents))
 

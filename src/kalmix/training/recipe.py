@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, fields
 from inspect import get_annotations
 from pathlib import Path
@@ -22,13 +23,18 @@ DEFAULT_MINUTES = 3.5  # of `kalmix train` without a limit
 class Recipe:
     """Settings of a training run: data, model, optimizer and limits. `kalmix.training.run.train` runs it.
 
+    A recipe is immutable. No file is read or written before `train`.
+
     Attributes:
-        text: UTF-8 text file, or a folder whose text files are read, subfolders included; hidden files and files with
-            other suffixes (`TEXT_SUFFIXES`) are skipped. Each file is a document. Default: the documentation of this
-            Python installation; its documents are the topics of `help()` and the docstrings of each standard module.
-        tokenizer: "bpe" (byte-pair encoding) or "bytes" (one token per byte).
-        vocab_size: largest vocabulary of "bpe", at least 257. Ignored for "bytes", which always has 257 tokens.
-        layers: one entry per block: a layer's name, or a mapping of its options; see `KalmixConfig`.
+        text: path, as a string, of a UTF-8 text file (any suffix), or of a folder whose text files are read, subfolders
+            included. Hidden files in a folder and files with a suffix outside
+            `kalmix.training.corpus.TEXT_SUFFIXES` (.txt, .md, .py, ...) are skipped. Each file is a document. Default:
+            the documentation of this Python installation; its documents are the topics of `help()` and the docstrings
+            of each standard module.
+        tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
+        vocab_size: largest vocabulary of "bpe", at least 257. "bytes" ignores it and has 257 tokens.
+        layers: tuple with one entry per block: a layer's name, or a mapping of its options with the name as "mixer",
+            such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device.
@@ -37,22 +43,26 @@ class Recipe:
             documents in a training sequence, and only an end-of-text token separates them.
         steps: optimizer steps after which training stops; `None` for no limit.
         minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
-            `steps` or `minutes` must be given; the limit that is reached first ends the run.
-        learning_rate: peak learning rate. The parameters of latent dynamics (rates, steps, frequencies, noises; see
-            `Mixer.dynamics_parameters`) have a tenth of it.
+            `steps` or `minutes` must be given. With both, the limit that is reached first ends the run, and progress is
+            the larger of the two fractions.
+        learning_rate: peak learning rate of AdamW. The parameters of latent dynamics, such as decay rates and noises
+            (`Mixer.dynamics_parameters`), have a tenth of it.
         weight_decay: weight decay of weight matrices, except embeddings, output head and latent dynamics, which have
-            none.
-        warmup: fraction of the run, in steps or time, in which the learning rate rises linearly from 0.
-        cooldown: fraction of the run in which the learning rate falls linearly to 0, at the end. At most 1 together
-            with `warmup`.
+            none; >= 0.
+        warmup: fraction of the run, 0 to 1, in which the learning rate rises linearly from 0.
+        cooldown: fraction of the run, 0 to 1, at its end, in which the learning rate falls linearly to 0. `warmup +
+            cooldown` must be at most 1.
         loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
-            of the token over samples of the last layer's posterior. The last layer must then have a posterior.
-        bf16: train under bfloat16 autocast.
+            that 10 samples of the last layer's posterior give to the next token. The last layer must then have a
+            posterior.
+        bf16: train under bfloat16 autocast, on any device.
         compile: compile the model with `torch.compile`.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.
 
     Raises:
-        ArgumentError: a setting has the wrong type or an unsupported value. Layers are checked when the model is built.
+        ArgumentError: a setting has another type or value than described; sizes, counts and limits must be positive. An
+            integer is accepted for a float. `train` checks what needs the text or the model: whether `text` exists, and
+            whether layers, `hidden_size` and `loss` fit.
 
     Example:
         >>> from kalmix.training import Recipe
@@ -151,14 +161,16 @@ def parse_layers(text: str) -> Layers:
     """Parse the layers that a user types.
 
     Args:
-        text: names separated by commas, each with an optional number of repetitions, such as `3*kla,attention`; or a
-            JSON list of names and mappings of options.
+        text: names separated by commas, each with an optional number of repetitions before it, 1 to 9999, such as
+            `3*kla,attention`; spaces are ignored. Or a JSON list of names and mappings of options, as in
+            `Recipe.layers`, without such numbers.
 
     Returns:
-        The layers, for `Recipe.layers`. Their names are not checked here.
+        Tuple of names and mappings for `Recipe.layers`, repetitions expanded. Names are not checked here; `train`
+        checks them.
 
     Raises:
-        ArgumentError: `text` is neither.
+        ArgumentError: `text` has neither form, or contains no layer.
 
     Example:
         >>> from kalmix.training import parse_layers
@@ -166,18 +178,20 @@ def parse_layers(text: str) -> Layers:
         ('kla', 'kla', 'attention')
     """
     expected = "names such as 'kla,kla,attention' or '3*kla,attention', or a JSON list of names and options"
-    if text.lstrip().startswith("["):
+    if not isinstance(text, str):
+        raise ArgumentError("layers", got=f"a {type(text).__name__}", expected=expected)
+    if text.lstrip().startswith(("[", "{")):
         try:
             entries = json.loads(text)
         except (ValueError, RecursionError) as error:
             raise ArgumentError("layers", got=f"{text!r} ({error})", expected=expected) from None
-        if not all(isinstance(entry, str | dict) for entry in entries):
+        if not isinstance(entries, list) or not entries or not all(isinstance(x, str | dict) for x in entries):
             raise ArgumentError("layers", got=repr(text), expected=expected)
         return tuple(entries)
     layers: list[str] = []
     for entry in text.split(","):
         times, star, name = entry.strip().rpartition("*")
-        if not name.strip() or (star and not times.strip().isdigit()):
+        if not name.strip() or (star and not re.fullmatch(r"0*[1-9][0-9]{0,3}", times.strip())):
             raise ArgumentError("layers", got=repr(text), expected=expected)
         layers += [name.strip()] * (int(times) if star else 1)
     return tuple(layers)

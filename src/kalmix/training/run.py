@@ -15,11 +15,12 @@ Files of a run:
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,7 @@ from kalmix.training.data import SequenceDataset, encode_documents, end_of_text_
 from kalmix.training.recipe import RECIPE_FILE, Recipe
 from kalmix.training.schedule import Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_callbacks, training_arguments
+from kalmix.validation import check_bool
 
 EVAL_TOKENS = 8192  # of held-out text, for an evaluation during training
 HISTORY = "history.json"
@@ -105,27 +107,37 @@ class Run:
         return [(row["tokens"], row[name]) for row in self.history if name in row]
 
 
-def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()) -> Run:
-    """Train a language model by a recipe.
+def train(
+    recipe: Recipe,
+    output: str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
+) -> Run:
+    """Train a language model by a recipe, on an accelerator if there is one.
 
-    Under `torchrun` all its processes train one model; the first process decides `output`. A checkpoint is saved at
-    least every 10 minutes, and after each fifth of the run but the last. Ctrl-C and SIGTERM save a checkpoint and
-    return a `Run` that is not finished.
+    A checkpoint is saved when a fifth, two, three and four fifths of the run are done, and at least every 10 minutes.
+    Ctrl-C and SIGTERM save a checkpoint and return a `Run` whose `finished` is False. Under `torchrun`, all processes
+    train one model with equal arguments, and the `output` of the first process counts.
 
     Args:
-        recipe: settings. With `resume`, those of the run: `Recipe.load(output)`.
-        output: folder of the run; created if missing.
-        resume: continue the run in `output` from its newest intact checkpoint; if there is no run, begin one.
-        callbacks: further callbacks of the Trainer.
+        recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`.
+        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. The
+            run writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
+            until it is finished, `checkpoints/`.
+        resume: continue the run in `output` from its newest intact checkpoint. Damaged checkpoints are skipped with a
+            warning. Without an intact checkpoint, training starts from the beginning.
+        callbacks: further callbacks of the Hugging Face Trainer, objects or classes.
 
     Returns:
-        `Run` with the model, its tokenizer, the text and the history of losses.
+        `Run` with the trained model, its tokenizer, the text and the history of losses.
 
     Raises:
-        ArgumentError: the text cannot be read or is too short; a layer or a size is not accepted; the loss is no longer
-            finite; `output` holds a run (without `resume`) or a finished one (with it); another process trains into
-            `output`; with `resume`, the text, the tokenizer or a checkpoint has changed.
-        OSError: the disk is full; names the path.
+        ArgumentError: an argument has another type; the text cannot be read or is too short; a layer or a size is not
+            accepted; training diverges (the loss is no longer finite); `output` is a file, or holds a run (without
+            `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the text, the
+            tokenizer, a setting or the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
+        OSError: a file cannot be written, for example on a full disk; names the path.
 
     Example:
         >>> from pathlib import Path
@@ -138,19 +150,45 @@ def train(recipe: Recipe, output: Path, *, resume: bool = False, callbacks: Sequ
         >>> run.finished, run.steps
         (True, 2)
     """
+    _check_arguments(recipe, output, resume=resume, callbacks=callbacks)
     state = process_state()
     output = Path(broadcast_object_list([str(output)])[0])
+    if output.exists() and not output.is_dir():
+        raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
     set_seed(recipe.seed)
     corpus = load_corpus(recipe.text)
     with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output):
         return _train(recipe, output, corpus, resume=resume, callbacks=callbacks)
 
 
-def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[TrainerCallback]) -> Run:
+def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
+    """Check the types of the arguments of `train`."""
+    if not isinstance(recipe, Recipe):
+        raise ArgumentError("recipe", got=f"a {type(recipe).__name__}", expected="a Recipe")
+    if not isinstance(output, str | os.PathLike):
+        raise ArgumentError("output", got=repr(output), expected="the path of a folder")
+    check_bool("resume", resume)
+    entries = callbacks if isinstance(callbacks, list | tuple) else [None]
+    if not all(issubclass(x if isinstance(x, type) else type(x), TrainerCallback) for x in entries):
+        raise ArgumentError("callbacks", got=repr(callbacks), expected="a list of callbacks of the Trainer")
+
+
+def _check_same_recipe(recipe: Recipe, output: Path) -> None:
+    """Check that the settings of a resumed run are those that it began with. The text is checked by its digest."""
+    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(output)))
+    for name, value in saved.items():
+        if name != "text" and given[name] != value:
+            expected, hint = f"{value!r}, as in the run to resume", "`Recipe.load(output)` returns its settings"
+            raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
+
+
+def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[Any]) -> Run:
     """Train into a folder that this process has locked."""
     state = process_state()
     checkpoint = _checkpoint(output, state, resume=resume)
     if checkpoint is not None:
+        if (output / RECIPE_FILE).exists():
+            _check_same_recipe(recipe, output)
         when = f"when {str(checkpoint)!r} was saved"
         inputs.check(inputs.digests(corpus, output), read_input_digests(checkpoint), when, "to resume the run")
     with state.main_process_first():
