@@ -32,8 +32,8 @@ class Recipe:
             the documentation of this Python installation; its documents are the topics of `help()` and the docstrings
             of each standard module.
         tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
-        vocab_size: largest vocabulary of "bpe", at least 257. "bytes" ignores it and has 257 tokens.
-        layers: tuple with one entry per block: a layer's name, or a mapping of its options with the name as "mixer",
+        vocab_size: largest vocabulary of "bpe", at least 257 with either tokenizer. "bytes" always has 257 tokens.
+        layers: tuple with one entry per block: a layer's name, or a dict of its options with the name as "mixer",
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
         seq_len: tokens per training sequence; at least 2.
@@ -162,11 +162,11 @@ def parse_layers(text: str) -> Layers:
 
     Args:
         text: names separated by commas, each with an optional number of repetitions before it, 1 to 9999, such as
-            `3*kla,attention`; spaces are ignored. Or a JSON list of names and mappings of options, as in
+            `3*kla,attention`; spaces are ignored. Or a JSON list of names and objects of options, as in
             `Recipe.layers`, without such numbers.
 
     Returns:
-        Tuple of names and mappings for `Recipe.layers`, repetitions expanded. Names are not checked here; `train`
+        Tuple of names and dicts for `Recipe.layers`, repetitions expanded. Names are not checked here; `train`
         checks them.
 
     Raises:

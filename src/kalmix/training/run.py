@@ -134,9 +134,10 @@ def train(
 
     Raises:
         ArgumentError: an argument has another type; the text cannot be read or is too short; a layer or a size is not
-            accepted; training diverges (the loss is no longer finite); `output` is a file, or holds a run (without
-            `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the text, the
-            tokenizer, a setting or the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
+            accepted; `torch.compile` fails; training diverges (the loss is no longer finite); `output` is a file, or
+            holds a run (without `resume`) or a finished one (with it); another process trains into `output`. With
+            `resume`: the text, the tokenizer, a setting or the number of processes is not that of the checkpoint, or a
+            checkpoint lacks a file.
         OSError: a file cannot be written, for example on a full disk; names the path.
 
     Example:

@@ -131,7 +131,8 @@ def kappa(rate: Tensor, lag: Tensor) -> Tensor:
     Raises:
         ArgumentError: an argument is not a tensor, or has a shape, dtype, device or value other than described.
 
-    Values are checked on CPUs, and on GPUs inside `kalmix.checks()`.
+    Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
+    or inside a transform of `torch.func`.
 
     Example:
         >>> from kalmix.ops import kappa

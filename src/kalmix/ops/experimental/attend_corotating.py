@@ -57,14 +57,15 @@ def attend_corotating(
         k: `[B, T, H, 2 C]`, keys, in the dtype of `q`.
         v: `[B, T, G, 2 C]`, values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
             g // (G / H).
-        direction: `[B, T, G, 2 C]`, complex channels, in the dtype of `v`. Only its direction matters. Where it is 0,
+        direction: `[B, T, G, 2 C]`, complex channels, in the dtype of `v`. Its length does not matter. Where it is 0,
             mean and variance are those across.
         log_decay: `[H]`, negative decay rate, natural logarithm per unit of time, <= 0.
         frequency: `[H, C]`, angular frequency in radians per unit of time.
         process_noise: `[H, 2]`, variance per unit of time along (first column) and across (second column), >= 0.
         key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
         query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
-        nu: scale of the residual, > 0, a number or `[H, 2]` (along, across).
+        nu: squared residual over its variance, r in `attend`, at which a "rational" weight is 1/2; > 0, a number or
+            `[H, 2]` (along, across).
         temperature: factor of the logarithm in the softmax, > 0, a number or `[H, 2]` (along, across).
         variance: also return the variance.
         options: `times`, `weight`, `window`, `floor`, `causal`, `belief`, `segments` and `kernel` of `attend`.
