@@ -144,7 +144,7 @@ def kappa(rate: Tensor, lag: Tensor) -> Tensor:
             raise ArgumentError(name, got=f"a {type(x).__name__}", expected="a tensor")
         check_dtype_and_device(name, x, dtypes, rate.device)
         check_range(name, x, minimum=0.0)
-    if any(m != n and 1 not in (m, n) for m, n in zip(rate.shape[::-1], lag.shape[::-1], strict=False)):
+    if any(m != n and m != 1 and n != 1 for m, n in zip(rate.shape[::-1], lag.shape[::-1], strict=False)):
         shape = f"a shape that broadcasts with that of `rate`, {list(rate.shape)}"
         raise ArgumentError("lag", problem=f"has shape {list(lag.shape)}", expected=shape)
     return kappa_without_checks(rate, lag)

@@ -84,7 +84,8 @@ def _check_run(belief: Any, tokens: list[tuple[Any, ...]], segment_ids: Tensor |
             raise ArgumentError("tokens", problem=problem, expected="a tuple of tensors per time step")
     rows = belief[0].shape[0]
     if segment_ids is None:
-        batch = next((x.shape[0] for token in tokens[:1] for x in token if isinstance(x, Tensor)), rows)
+        first = [x for token in tokens[:1] for x in token if isinstance(x, Tensor)]
+        batch = first[0].shape[0] if first else rows
         if batch != rows:
             problem, hint = f"has {rows} sequences", "Other numbers require `segment_ids`"
             raise ArgumentError("belief", problem=problem, expected=f"{batch}, one per batch row", hint=hint)
