@@ -41,7 +41,7 @@ def filter(  # noqa: A001 - the public name
 
         obs_noise       [B, T, G]                   > 0   variance of the noise of a value
         process_noise   [B, T, G]                  >= 0   variance that is added at each token
-        log_decay       [B, T, G] or [B, T, G, K]  <= 0   natural logarithm of the decay per token, per head or per key
+        log_decay       [B, T, G] or [B, T, G, K]  <= 0   logarithm of the decay per token; K for decay "key" only
         reset           [B, T, G] or [B, T, G, K]   > 0   variance that replaces the predicted one
         write_variance  [B, T, G]                   > 0   prior variance of a written value
         precision       [B, T, G, V]               >= 0   inverse variance of the noise of a value
@@ -109,8 +109,8 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
 
     Raises:
         DesignError: a signal is missing, or is not one of the design's, or no op supports its transition.
-        ArgumentError: a signal is not a tensor, keys and values do not match, or values are wider than 1 in a design
-            with one noise per column.
+        ArgumentError: a signal is not a tensor, keys and values do not match, values are wider than 1 in a design with
+            one noise per column, or a design with one decay per head has one per key.
     """
     signals = {name: x for name, x in signals.items() if x is not None}
     design.check(signals)
@@ -126,4 +126,8 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
     if design.evidence.columns and sizes["V"] != 1:
         hint = f"Design {design.name!r} has one noise per column: pass each column as a value head"
         raise ArgumentError("v", problem=f"has width {sizes['V']}", expected="width 1", hint=hint)
+    if design.transition.decay == "head" and signals["log_decay"].ndim == 4:
+        hint = f"Design {design.name!r} has one decay per head"
+        problem = f"has shape {list(signals['log_decay'].shape)}"
+        raise ArgumentError("log_decay", problem=problem, expected="[B, T, G]", hint=hint)
     return OPS[design.op].lower(k, v, signals)

@@ -32,7 +32,7 @@ class Transition:
         decay: the part of S that shares a decay factor exp(log_decay), and the shape of the signal `log_decay`.
             "none": no decay, and no such signal.
             "head": the whole memory of a value head at one token; `[B, T, G]`.
-            "key": a row of S at one token; `[B, T, G, K]`.
+            "key": a row of S at one token; `[B, T, G, K]`, or `[B, T, G]` for equal ones.
             "cell": an entry of S, with the same factor at all tokens; `[G, K, V]`.
             "matrix": no sharing: a signal `matrix` `[B, T, G, K, K]` multiplies S at each token (`kalmix.oracle` only).
             "forgetting": S does not decay. The factor multiplies the information (inverse covariance) from past tokens;
