@@ -30,7 +30,7 @@ def test_wrong_configurations_of_other_libraries_are_refused(tmp_path, kind):
             (tmp_path / "config.json").write_text(json.dumps(config))
             with pytest.raises(ArgumentError):
                 OTHERS[kind](tmp_path)
-    for content in ("", "[]", "[" * 100_000, "{", '{"model_type": []}'):
+    for content in ("", "{}", "[]", "[" * 100_000, "{", '{"model_type": []}'):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ArgumentError):
             OTHERS[kind](tmp_path)

@@ -15,7 +15,7 @@ with optional_imports():
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-from kalmix.errors import ArgumentError, FileError
+from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import read_json
 from kalmix.models.folder import weight_files
 from kalmix.validation import check_range, check_types
@@ -57,12 +57,15 @@ def check_allowed(config: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ..
 
     Args:
         config: configuration of another library.
-        allowed: supported values by key; an absent key counts as the first of them.
+        allowed: supported values by key; an absent key counts as the first of them, except "model_type".
         where: name of the configuration in the error message.
 
     Raises:
         ArgumentError: a key has another value.
     """
+    if "model_type" in allowed and "model_type" not in config:
+        expected = any_of(allowed["model_type"])
+        raise ArgumentError(f"{where}['model_type']", problem="is missing", expected=expected)
     for key, values in allowed.items():
         if config.get(key, values[0]) not in values:
             raise ArgumentError(f"{where}[{key!r}]", got=repr(config[key]), expected=" or ".join(map(repr, values)))

@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Any] = {
     **{"hidden_ratio": 4, "intermediate_size": None, "allow_neg_eigval": False, "tie_word_embeddings": False},
     **{"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2},
 }
-# Values that kalmix supports; an absent key counts as the first.
+# Values that kalmix supports; an absent key counts as the first, except the model type.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("gated_deltanet",),
     "attn": (None,),

@@ -41,7 +41,7 @@ GKA_DEFAULTS: dict[str, Any] = {
     **{"use_alpha_connection": True, "use_forgetting_gate": True, "use_beta_gate": True, "use_gate": True},
     **{"gla_rescale": True, "num_iter": 30, "ridge_strength": 0.02, "conv_size": 4, "norm_eps": 1e-6},
 }
-# Values that kalmix supports; an absent key counts as the first. Other keys change no output.
+# Values that kalmix supports; an absent key counts as the first, except the model type. Other keys change no output.
 REQUIRED: dict[str, tuple[Any, ...]] = {
     "model_type": ("hybrid_qwen3",),
     "hidden_act": ("silu",),
