@@ -31,6 +31,10 @@ CASES = {  # a call that runs each op, forward and backward
 WITHOUT_BACKWARD = {"ridge_chunked"}
 FUSED = {  # parts of layers: arguments of the op
     "l2_normalize": lambda: (torch.randn(2, 5, 3, 4), 0.5, 1e-6, False),
+    "short_convolution": lambda: (
+        *(torch.randn(2, 5, 6), torch.randn(6, 4), torch.randn(6), torch.randn(3, 3, 6)),
+        *(torch.tensor([[0, 0, 3], [0, 3, 5], [1, 0, 5]]).int(), torch.tensor([[0, 0, 0, 1, 1], [2] * 5]), "silu"),
+    ),
     "rms_norm": lambda: (torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(4), 4, 1e-6, "silu", False, torch.half),
 }
 RECOMPUTED = {"attend_radial": "rt-afa", "recurrent_afa": "recurrent-afa"}  # op -> layer that calls it if compiled
@@ -104,7 +108,7 @@ def test_fused_op_passes_opcheck(name, strided):
     given = tree_map_only(Tensor, lambda x: x.to(DEVICES[-1]), FUSED[name]())
     if strided:
         given = tree_map_only(Tensor, lambda x: x.mT.contiguous().mT if x.ndim > 1 else x, given)
-    given = tree_map_only(Tensor, lambda x: x.requires_grad_(), given)
+    given = tree_map_only(Tensor, lambda x: x.requires_grad_(x.is_floating_point()), given)
     with Recorded() as recorded:
         found = getattr(torch.ops.kalmix, name).default(*given)
         tree_leaves(found)[0].sum().backward()

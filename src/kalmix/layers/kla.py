@@ -124,7 +124,7 @@ class KLA(Mixer):
         self.channels: int = channels
         self.kernel = kernel
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * channels, bias=False)
-        self.conv: ShortConvolution = ShortConvolution(channels)
+        self.conv: ShortConvolution = ShortConvolution(channels, activation="silu")
         self.signal_proj: nn.Linear = nn.Linear(
             channels, (2 * channels if rank is None else rank) + 2 * slots, bias=False
         )
@@ -180,7 +180,6 @@ class KLA(Mixer):
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
         z, after = self.conv(z, conv_state, segments, segment_ids)
-        z = F.silu(z)
         projected = self.signal_proj(z)
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)

@@ -97,7 +97,9 @@ class MemoryLayer(Mixer):
         self.norm_eps = norm_eps
         channels = 2 * sizes.keys + sizes.values
         self.qkv_proj: nn.Linear = nn.Linear(hidden_size, channels, bias=False)
-        self.conv: ShortConvolution | None = ShortConvolution(channels, conv, conv_bias) if conv else None
+        self.conv: ShortConvolution | None = None
+        if conv:
+            self.conv = ShortConvolution(channels, conv, conv_bias, "silu" if activate else None)
         self.gate_proj: nn.Module | None = None
         if gate is not None and gate_rank is None:
             self.gate_proj = nn.Linear(hidden_size, sizes.values, bias=False)
@@ -156,13 +158,14 @@ class MemoryLayer(Mixer):
         """
         mixed = self.qkv_proj(x)
         if self.conv is None:
+            mixed = F.silu(mixed) if self.activate else mixed
             final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
             if conv_state is not None:
                 check_state_tensor("conv_state", conv_state, "N P", {"P": 0}, FLOATS, x)
         else:
             mixed, final_conv_state = self.conv(mixed, conv_state, segments, segment_ids)
         sizes = self.sizes
-        q, k, v = (F.silu(mixed) if self.activate else mixed).split([sizes.keys, sizes.keys, sizes.values], dim=-1)
+        q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
         q, k = self.normalize_qk(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
         return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), final_conv_state
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.base import check_state_tensor, mask_outside
-from kalmix.layers.fused import Norm, rms_norm
+from kalmix.layers.base import check_state_tensor
+from kalmix.layers.fused import Norm, Packing, rms_norm, short_convolution
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 from kalmix.validation import FLOATS, check_number
@@ -78,15 +77,8 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight, self.constants)
 
 
-_ONEDNN = torch.backends.mkldnn.is_available()  # read at import: torch.compile cannot trace this call
-
-
-def _uses_onednn(x: Tensor) -> bool:
-    return _ONEDNN and x.device.type == "cpu" and x.dtype == torch.float32
-
-
 class ShortConvolution(nn.Module):
-    """Causal depthwise convolution over time that is exact across calls and packed sequences.
+    """Causal depthwise convolution over time, and an activation; exact across calls and packed sequences.
 
     Its state is `[N, size - 1, channels]`, the last inputs of each sequence; zeros before the first.
 
@@ -94,19 +86,22 @@ class ShortConvolution(nn.Module):
         channels: columns of the input.
         size: taps.
         bias: whether to add a learned bias.
+        activation: "silu", or `None` for none.
     """
 
-    def __init__(self, channels: int, size: int = 4, bias: bool = False) -> None:
+    def __init__(self, channels: int, size: int = 4, bias: bool = False, activation: str | None = None) -> None:
         super().__init__()
         self.channels = channels
         self.size = size
+        self.activation = activation
         self.weight: nn.Parameter = nn.Parameter(torch.empty(channels, size))
         self.bias: nn.Parameter | None = nn.Parameter(torch.empty(channels)) if bias else None
         self.reset_parameters()
 
     def extra_repr(self) -> str:
         """Return the sizes that `repr` shows."""
-        return f"channels={self.channels}, size={self.size}, bias={self.bias is not None}"
+        activation = "" if self.activation is None else f", activation={self.activation}"
+        return f"channels={self.channels}, size={self.size}, bias={self.bias is not None}{activation}"
 
     def reset_parameters(self) -> None:
         """Draw weights uniformly within 1 / sqrt(size), as PyTorch does for convolutions; set the bias to 0."""
@@ -137,62 +132,10 @@ class ShortConvolution(nn.Module):
         """
         sequences = x.shape[0] if segments is None else segments.count
         sizes = {"N": sequences, "P": self.size - 1, "C": self.channels}
-        if state is None:
-            state = x.new_zeros(*sizes.values())
-        check_state_tensor("conv_state", state, "N P C", sizes, FLOATS, x)
-        state = state.to(x.dtype)
-        if x.shape[1] == 0:
-            return x, state
-        if segments is None:
-            history = torch.cat([state, x], dim=1)
-            final_state = history[:, x.shape[1] :].clone()  # a view would keep all inputs alive
-            return self._add_bias(self._slide(history)), final_state
-        segment_ids = segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids
-        output, state = self._convolve_segments(x, state, segments, segment_ids)
-        return self._add_bias(output, segment_ids), state
-
-    def _add_bias(self, output: Tensor, segment_ids: Tensor | None = None) -> Tensor:
-        return output if self.bias is None else mask_outside(output + self.bias.to(output.dtype), segment_ids)
-
-    def _slide(self, history: Tensor, masks: list[Tensor] | None = None) -> Tensor:
-        """Convolve `[N, L + size - 1, C]` to `[N, L, C]`; `masks` selects the tokens that each tap may use.
-
-        On a CPU, oneDNN takes a quarter of the time of the sum over taps, if channels are contiguous.
-        """
-        length = history.shape[1] - self.size + 1
-        if masks is None and _uses_onednn(history):
-            with torch.autocast("cpu", enabled=False):
-                image, taps = history.mT[:, :, None], self.weight.to(history.dtype)[:, None, None]
-                return F.conv2d(image, taps, groups=self.channels).squeeze(2).mT
-        output = history.new_zeros(())
-        for tap, weight in enumerate(self.weight.to(history.dtype).unbind(1)):
-            inputs = history[:, tap : tap + length]
-            output = output + (inputs if masks is None else torch.where(masks[tap], inputs, 0)) * weight
-        return output
-
-    def _convolve_segments(
-        self, x: Tensor, state: Tensor, segments: Segments, segment_ids: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        batch, length, _ = x.shape
-        past = self.size - 1
-        earlier_ids = F.pad(segment_ids, (past, 0), value=-2)
-        masks = [
-            ((earlier_ids[:, tap : tap + length] == segment_ids) & (segment_ids >= 0))[..., None]
-            for tap in range(self.size)
-        ]
-        within = self._slide(F.pad(x, (0, 0, past, 0)), masks).flatten(0, 1)
-
-        # Add the contribution of the state to the first inputs of each sequence.
-        row, start, stop = segments.rows.long()[:, :, None].unbind(1)
-        from_state = self._slide(F.pad(state, (0, 0, 0, past)))
-        token = start + torch.arange(past, device=x.device)
-        index = torch.where(token < stop, row * length + token, 0).flatten()
-        from_state = torch.where((token < stop)[..., None], from_state, 0).flatten(0, 1)
-        output = within.index_add(0, index, from_state).unflatten(0, (batch, length))
-
-        # The new state: inputs of this call, preceded by the old state if there are fewer than `size - 1`.
-        token = stop - past + torch.arange(past, device=x.device)
-        current = x.flatten(0, 1)[row * length + token.clamp(min=0)]
-        previous = (stop - start + torch.arange(past, device=x.device)).clamp(max=past - 1)
-        previous = state.gather(1, previous[..., None].expand_as(state))
-        return output, torch.where((token >= start)[..., None], current, previous)
+        if state is not None:
+            check_state_tensor("conv_state", state, "N P C", sizes, FLOATS, x)
+            state = state.to(x.dtype)
+        packing = None
+        if segments is not None:
+            packing = Packing(segments, segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids)
+        return short_convolution(x, self.weight, self.bias, state, packing, self.activation)

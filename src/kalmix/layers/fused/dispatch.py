@@ -9,7 +9,7 @@ from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.validation import FLOAT32_STATE_DTYPES, in_transform
 
 DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kernels
-TRACED = frozenset[str]()  # parts whose Triton form torch.compile uses; it fuses the others with their neighbours
+TRACED = frozenset({"short_convolution"})  # parts in Triton under torch.compile, which fuses the others with neighbours
 MAX_COLUMNS = 16384  # columns that one program normalises together
 
 
