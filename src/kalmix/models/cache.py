@@ -144,7 +144,7 @@ class BeliefLayer(CacheLayerMixin):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.record_past: bool = False
-        self.entry = CacheEntry()
+        self.set_entry(CacheEntry())
 
     @property
     def entry(self) -> CacheEntry:
@@ -152,8 +152,11 @@ class BeliefLayer(CacheLayerMixin):
         state = None if self.structure is None else rebuild(self.tensors, self.structure)
         return CacheEntry(state, self.tokens, self.calls, self.stale, self.drop_calls)
 
-    @entry.setter
-    def entry(self, value: CacheEntry) -> None:
+    def set_entry(self, value: CacheEntry) -> None:
+        """Replace the contents of the layer.
+
+        This is not a property setter: compiled with torch 2.11, one runs after the code that follows it.
+        """
         state, self.tokens, self.calls, self.stale, self.drop_calls = value
         self.tensors, self.structure = ([], None) if state is None else flatten(state)
 
@@ -169,7 +172,7 @@ class BeliefLayer(CacheLayerMixin):
         if self.stale:
             call = self.calls[-1]
             _, state = mixer(call.mixer_input, call.initial_state, call.layout.segments)
-            self.entry = self.entry._replace(state=state, stale=False)
+            self.set_entry(self.entry._replace(state=state, stale=False))
         return self.entry.state
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
@@ -185,7 +188,7 @@ class BeliefLayer(CacheLayerMixin):
             *earlier, last = (None,) if entry.drop_calls or not entry.calls else entry.calls
             call = CachedCall(entry.state, mixer_input, layout)
             calls = (call,) if last is None else (*earlier, *last.join(call))
-        self.entry = CacheEntry(state, entry.tokens + mixer_input.shape[1], calls)
+        self.set_entry(CacheEntry(state, entry.tokens + mixer_input.shape[1], calls))
         self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
 
@@ -214,11 +217,11 @@ class BeliefLayer(CacheLayerMixin):
             stale, state = left < length, call.initial_state
             calls = (*before, call.truncate(length - left)) if stale else tuple(before)
             left -= min(left, length)
-        self.entry = CacheEntry(state, entry.tokens - remove, calls, stale, drop_calls=True)
+        self.set_entry(CacheEntry(state, entry.tokens - remove, calls, stale, drop_calls=True))
 
     def reset(self) -> None:
         """Return to the prior."""
-        self.entry = CacheEntry()
+        self.set_entry(CacheEntry())
         self.is_initialized = False
 
     def activate_past_recording(self) -> None:
@@ -240,7 +243,7 @@ class BeliefLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the sequences `beam_idx` (int64 `[M]`), in that order."""
         if self.is_initialized:
-            self.entry = self.entry.take(beam_idx)
+            self.set_entry(self.entry.take(beam_idx))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select the sequences `indices`: int64 `[M]`, or a bool mask."""
@@ -390,5 +393,5 @@ def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
     if not all(layer.accepts(entry) for layer, entry in pairs):
         raise ArgumentError("entries", problem="belong to another cache", expected="a snapshot of a cache like `cache`")
     for layer, entry in pairs:
-        layer.entry = entry
+        layer.set_entry(entry)
         layer.is_initialized = entry.tokens > 0

@@ -52,8 +52,15 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             return CacheEntry()
         return CacheEntry(rebuild([x.clone() for x in self.tensors], self.structure), int(self.cumulative_length))
 
-    @entry.setter
-    def entry(self, value: CacheEntry) -> None:
+    def set_entry(self, value: CacheEntry) -> None:
+        """Copy the contents of a layer into the buffers.
+
+        Args:
+            value: contents of a layer whose buffers have the same shapes.
+
+        Raises:
+            ArgumentError: the shapes differ.
+        """
         if value.tokens:
             self._fill(value.state)
         self.is_initialized = value.tokens > 0
