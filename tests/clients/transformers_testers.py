@@ -29,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from torch.utils._pytree import tree_leaves
-from transformers.exporters.base import ExportedModel
+from transformers.exporters import base as exporters
 from transformers.models.auto import modeling_auto
 
 from kalmix import models
@@ -191,8 +191,9 @@ def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
     helpers = "tests.distributed_testing_utils"
     if not Path(checkout, "tests/distributed_testing_utils.py").exists():
         sys.modules[helpers] = AbsentHelpers(helpers)
-    if not hasattr(ExportedModel, "module"):  # the tests of transformers 5.16 call it
-        ExportedModel.module = lambda exported: exported.program.module()
+    exported_model = getattr(exporters, "ExportedModel", None)  # transformers 5.17 exports programs of torch
+    if exported_model is not None and not hasattr(exported_model, "module"):  # the tests of transformers 5.16 call it
+        exported_model.module = lambda exported: exported.program.module()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     cases = mamba2_tests() if name == PEER else kalmix_tests(LAYERS[name])
