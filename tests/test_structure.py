@@ -63,6 +63,13 @@ def test_functions_take_few_parameters():
     assert not {name: count for name, count in found.items() if count > MOST_PARAMETERS}
 
 
+def test_named_tuples_are_not_changed_by_replace():
+    """Compiled with torch 2.11, a graph returns an empty tuple for `x._replace(...)`; see `replace_fields`."""
+    files = [x for x in (ROOT / "src").rglob("*.py") if "triton" not in x.parts]  # Triton kernels are custom ops
+    assert len(files) > 180
+    assert not [str(x.relative_to(ROOT)) for x in files if "._replace(" in x.read_text()]
+
+
 def _custom_ops(tree: ast.Module) -> set[str]:
     """Return the names of functions that a module registers as custom ops, and their fakes."""
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)]

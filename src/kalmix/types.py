@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -72,6 +72,19 @@ class Filtered(NamedTuple):
     mean: Tensor
     variance: Tensor | None
     belief: Any  # a Belief: type checkers cannot narrow a protocol inside a NamedTuple
+
+
+Record = TypeVar("Record", bound=tuple[Any, ...])  # a named tuple
+
+
+def replace_fields(record: Record, **fields: Any) -> Record:
+    """Return a copy of a named tuple in which `fields` have new values.
+
+    `record._replace` does not work in compiled code: with torch 2.11, a graph returns an empty tuple in place of its
+    result.
+    """
+    old: Any = record
+    return type(old)(**(old._asdict() | fields))
 
 
 torch.serialization.add_safe_globals([Filtered])  # for `torch.load(weights_only=True)`

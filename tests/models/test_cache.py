@@ -92,6 +92,21 @@ def test_recorded_tokens_share_an_initial_state():
 
 
 @torch.no_grad()
+def test_compiled_calls_are_recorded():
+    """A compiled call of one token joins the call before it; a crop then leaves one token of both."""
+    model, ids = build("kla"), tokens(1, 9)
+    cache = model(ids[:, :5]).past_key_values
+    cache.activate_past_recording()
+    step = torch.compile(model.forward, backend="eager", fullgraph=True)
+    for token in (ids[:, 5:6], ids[:, :1], ids[:, 1:2]):
+        step(token, past_key_values=cache)
+    cache.crop(-2)
+    torch.testing.assert_close(
+        step(ids[:, 6:], past_key_values=cache).logits, model(ids).logits[:, 6:], atol=1e-5, rtol=0
+    )
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", ["kla", "hybrid"])
 def test_recording_may_end_after_a_crop(kind):
     """transformers clears `record_past` when generation stops; the next call still starts from the cropped state."""

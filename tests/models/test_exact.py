@@ -151,6 +151,16 @@ def test_outputs(model):
     assert torch.equal(as_tuple[0], full.logits)
 
 
+@torch.no_grad()
+def test_compiled_models_return_beliefs():
+    model, ids = build("kla"), tokens(2, 6)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    for got, expected in zip(
+        compiled(ids, output_beliefs=True).beliefs, model(ids, output_beliefs=True).beliefs, strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

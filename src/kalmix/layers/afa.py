@@ -19,7 +19,7 @@ from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Filtered, belief_dtype, replace_fields
 from kalmix.validation import check_choice, check_positive_int
 
 
@@ -157,8 +157,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """
         q, k, _ = self.project(x)
         length, heads = x.shape[1], self.sizes.heads
-        value_dynamics = self.state_dynamics(belief_dtype(x.dtype))._replace(
-            frequency=to_state_dtype(q).new_zeros(heads, length)
+        value_dynamics = replace_fields(
+            self.state_dynamics(belief_dtype(x.dtype)), frequency=to_state_dtype(q).new_zeros(heads, length)
         )
         identity = torch.eye(length, 2 * length, dtype=q.dtype, device=q.device)[:, None]
         v = identity.expand(x.shape[0], length, heads, 2 * length)
@@ -181,7 +181,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         arguments |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
         step = torch.sigmoid(self.residual.to(dtype))[:, None]
         for _ in range(self.iterations - 1):
-            key_history = None if belief is None else belief._replace(values=belief.keys)
+            key_history = None if belief is None else replace_fields(belief, values=belief.keys)
             key_estimate = ops.attend(q, k, k, belief=key_history, times=times, segments=segments, **arguments).mean
             q = (q + step * (key_estimate - q)).to(q.dtype)
         arguments |= {"value_dynamics": value_dynamics, "variance": variance}

@@ -14,7 +14,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, NoiseVariance, StepDecay
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 from kalmix.validation import check_positive_int
 
 
@@ -97,7 +97,9 @@ class BayesianLayer(MemoryLayer):
             raise ArgumentError(
                 "groups", got=groups, expected=f"a divisor of {head_sizes.value_width} (columns of a head)"
             )
-        sizes = head_sizes._replace(heads=head_sizes.heads * groups, value_width=head_sizes.value_width // groups)
+        sizes = replace_fields(
+            head_sizes, heads=head_sizes.heads * groups, value_width=head_sizes.value_width // groups
+        )
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=head_sizes.value_width, **options)
         self.groups = groups

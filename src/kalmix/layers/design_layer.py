@@ -14,7 +14,7 @@ from kalmix.layers.base import check_kernel
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import VARIANCES, CellDynamics, NoiseVariance, StepDecay, observation_precision
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 
 PARTS: dict[str, type[Transition | Evidence | Covariance]] = {
     "transition": Transition,
@@ -107,7 +107,7 @@ class DesignLayer(MemoryLayer):
             hidden_size, heads=heads, head_dim=head_dim, expand_v=expand_v, key_heads=key_heads
         )
         if design.evidence.columns:
-            sizes = head_sizes._replace(heads=head_sizes.values, value_width=1)
+            sizes = replace_fields(head_sizes, heads=head_sizes.values, value_width=1)
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=head_sizes.value_width, **options)
         self.design: Design = design  # pyright: ignore[reportIncompatibleVariableOverride] # never absent

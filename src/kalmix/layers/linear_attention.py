@@ -13,7 +13,7 @@ from kalmix.designs import Design
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 
 
 class LinearAttention(MemoryLayer):
@@ -89,4 +89,4 @@ class LinearAttention(MemoryLayer):
         """Call `kalmix.ops.additive` and divide by the sum of weights; 0 before the first token."""
         output = ops.additive(q, k, torch.cat([v, torch.ones_like(v[..., :1])], dim=-1), **arguments)
         value, weight = to_state_dtype(output.mean).split([v.shape[-1], 1], dim=-1)
-        return output._replace(mean=(value / (weight + 1e-6)).to(v.dtype))
+        return replace_fields(output, mean=(value / (weight + 1e-6)).to(v.dtype))

@@ -14,7 +14,7 @@ from kalmix.layers.fused import Gate, Norm, rms_norm
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 from kalmix.validation import check_number, check_positive_int
 
 
@@ -93,7 +93,11 @@ class Mamba2(MemoryLayer):
         check_positive_int("state_dim", state_dim)
         options = {"conv": conv, "gate": "silu", "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(
-            hidden_size, values._replace(key_heads=groups, key_width=state_dim), conv_bias=True, norm_width=0, **options
+            hidden_size,
+            replace_fields(values, key_heads=groups, key_width=state_dim),
+            conv_bias=True,
+            norm_width=0,
+            **options,
         )
         self.decay: StepDecay = StepDecay(hidden_size, (values.heads,), min_rate=1.0)
         self.skip: nn.Parameter = nn.Parameter(torch.empty(values.heads))
@@ -135,7 +139,7 @@ class Mamba2(MemoryLayer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.additive` and add the skip."""
         output = ops.additive(q, k, v, **arguments)
-        return output._replace(mean=output.mean + self.skip.to(v.dtype)[:, None] * v)
+        return replace_fields(output, mean=output.mean + self.skip.to(v.dtype)[:, None] * v)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Apply gate, norm of each group, and output projection."""

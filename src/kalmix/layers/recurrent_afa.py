@@ -14,7 +14,7 @@ from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, recomputed_op, run_steps
 from kalmix.segments import Segments, check_times
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Filtered, belief_dtype, replace_fields
 from kalmix.validation import check_positive_int, check_range
 
 
@@ -143,7 +143,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics, with query noise added to key noise."""
         dynamics = self.dynamics(dtype)
-        return dynamics._replace(key_noise=dynamics.key_noise + dynamics.query_noise)
+        return replace_fields(dynamics, key_noise=dynamics.key_noise + dynamics.query_noise)
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of two means, a precision per head, and a time."""

@@ -30,7 +30,7 @@ from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 from kalmix.validation import FLOATS, check_dtype_and_device, check_shape
 
 
@@ -344,4 +344,4 @@ def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[
 def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:
     """Return a belief about outputs in the order of the input."""
     variance = None if belief.variance is None else layout.restore(belief.variance)
-    return belief._replace(mean=layout.restore(belief.mean), variance=variance)
+    return replace_fields(belief, mean=layout.restore(belief.mean), variance=variance)

@@ -14,7 +14,7 @@ from kalmix.layers import Mixer
 from kalmix.models.blocks import BlockOutput
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
-from kalmix.types import Belief
+from kalmix.types import Belief, replace_fields
 
 LAYER_TYPE = "kalmix_belief"
 JOINED_TOKENS = 64  # tokens of joined calls; a rollback filters at most so many again
@@ -45,7 +45,7 @@ class CachedCall(NamedTuple):
             or self.mixer_input.shape[1] + later.mixer_input.shape[1] > JOINED_TOKENS
         ):
             return self, later
-        return (self._replace(mixer_input=torch.cat([self.mixer_input, later.mixer_input], dim=1)),)
+        return (replace_fields(self, mixer_input=torch.cat([self.mixer_input, later.mixer_input], dim=1)),)
 
     def truncate(self, tokens: int) -> CachedCall:
         """Return the call with only its first `tokens` tokens."""
@@ -82,7 +82,9 @@ class CacheEntry(NamedTuple):
     def take(self, index: Tensor) -> CacheEntry:
         """Return the entry of the sequences `index` (int64 `[M]`), in that order."""
         index = index.to(self._tensor.device)
-        return self._replace(state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls))
+        return replace_fields(
+            self, state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls)
+        )
 
     @property
     def sequences(self) -> int:
@@ -172,7 +174,7 @@ class BeliefLayer(CacheLayerMixin):
         if self.stale:
             call = self.calls[-1]
             _, state = mixer(call.mixer_input, call.initial_state, call.layout.segments)
-            self.set_entry(self.entry._replace(state=state, stale=False))
+            self.set_entry(replace_fields(self.entry, state=state, stale=False))
         return self.entry.state
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:

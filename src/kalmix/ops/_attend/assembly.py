@@ -18,7 +18,7 @@ from kalmix.ops._attend.kv_layout import KVLayout, make_layout
 from kalmix.ops._attend.scores import ScoreConfig, score_config
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 
 # (layout, signals, variance) -> output `[R, T, H, V]`, and its variance `[R, T, H, 1]` (or one per column of a value
 # head) if requested. The v of the layout is `[R, S, H, V]`, with the value heads of a key head concatenated.
@@ -45,7 +45,7 @@ def attend_with(
         for x, t in ((layout.q, query_times), (layout.k, times))
     )
     value = rotate(layout.v.unflatten(2, (heads, -1)), times, value_frequency, forward=False)
-    rotated_layout = layout._replace(q=query, k=key, v=value.flatten(3))
+    rotated_layout = replace_fields(layout, q=query, k=key, v=value.flatten(3))
     output, output_variance = attend(rotated_layout, signals, variance)
     mean = rotate(output.unflatten(3, value.shape[3:]), query_times, value_frequency, forward=True).flatten(2, 3)
     mean = mean.masked_fill(nan_queries, torch.nan)
@@ -66,7 +66,7 @@ def _zero_nonfinite_tokens(layout: KVLayout, config: ScoreConfig) -> tuple[KVLay
         torch.where(y[..., None, None], x, 0)
         for x, y in ((layout.q, finite_queries), (layout.k, finite_keys), (layout.v, finite_keys))
     )
-    finite_layout = layout._replace(q=q, k=k, v=v, times=torch.where(finite_keys, layout.times, 0))
+    finite_layout = replace_fields(layout, q=q, k=k, v=v, times=torch.where(finite_keys, layout.times, 0))
     query_rank = layout.rank[:, layout.rank.shape[1] - layout.q.shape[1] :]
     return finite_layout, (~finite_queries | config.any_visible(query_rank, layout.rank, ~finite_keys))[..., None, None]
 

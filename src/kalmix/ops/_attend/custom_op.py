@@ -12,7 +12,7 @@ from kalmix.ops._attend.scores import ScoreConfig, score_config, stack_head_para
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_precompilation
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Filtered, replace_fields
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
@@ -33,7 +33,9 @@ def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | N
     options = (*config, not is_plain or weighting.window is not None, variance, copy_kv, dtype)
     inputs = (*tensors, keys.frequency, value_model.frequency, layout.times, layout.rank, head_params)
     mean, log_precision, layout_k, layout_v, *_ = _attend(*inputs, *options, needs_grad(*inputs))
-    final_belief = layout.final_belief._replace(keys=layout_k, values=layout_v) if copy_kv else layout.final_belief
+    final_belief = (
+        replace_fields(layout.final_belief, keys=layout_k, values=layout_v) if copy_kv else layout.final_belief
+    )
     output_variance = None
     if variance:
         output_variance = layout.to_batch(

@@ -12,7 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._attend.api import attend, check_channels, check_dynamics, make_weighting
 from kalmix.ops._attend.dynamics import Dynamics
 from kalmix.ops._shared.validation import check_tokens
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Filtered, belief_dtype, replace_fields
 from kalmix.validation import check_dtype_and_device, check_range, check_shape
 
 
@@ -122,6 +122,8 @@ def attend_corotating(
         mean = mean + (x * difference).sum(-1, keepdim=True) * x
     mean = mean.to(v.dtype)
     if along.variance is None or across.variance is None:
-        return across._replace(mean=mean)
+        return replace_fields(across, mean=mean)
     along_share = (real.square() + imaginary.square()).repeat(1, 1, 1, 2)
-    return across._replace(mean=mean, variance=across.variance + along_share * (along.variance - across.variance))
+    return replace_fields(
+        across, mean=mean, variance=across.variance + along_share * (along.variance - across.variance)
+    )
