@@ -35,6 +35,8 @@ FUSED = {  # parts of layers: arguments of the op
         *(torch.randn(2, 5, 6), torch.randn(6, 4), torch.randn(6), torch.randn(3, 3, 6)),
         *(torch.tensor([[0, 0, 3], [0, 3, 5], [1, 0, 5]]).int(), torch.tensor([[0, 0, 0, 1, 1], [2] * 5]), "silu"),
     ),
+    "swiglu": lambda: (torch.randn(2, 5, 6),),
+    "add_rms_norm": lambda: (torch.randn(2, 5, 4).half(), torch.randn(2, 5, 4), torch.ones(4), 1e-6, torch.half),
     "rms_norm": lambda: (torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(4), 4, 1e-6, "silu", False, torch.half),
 }
 RECOMPUTED = {"attend_radial": "rt-afa", "recurrent_afa": "recurrent-afa"}  # op -> layer that calls it if compiled

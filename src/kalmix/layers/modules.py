@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.layers.base import check_state_tensor
-from kalmix.layers.fused import Norm, Packing, rms_norm, short_convolution
+from kalmix.layers.fused import Norm, Packing, add_rms_norm, rms_norm, short_convolution
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 from kalmix.validation import FLOATS, check_number
@@ -75,6 +75,10 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Scale `[..., width]` to a root mean square of `weight`."""
         return rms_norm(x, self.weight, self.constants)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of `[..., width]` and a residual, and the norm of the sum."""
+        return add_rms_norm(x, residual, self.weight, self.constants.eps)
 
 
 class ShortConvolution(nn.Module):

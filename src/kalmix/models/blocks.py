@@ -7,13 +7,13 @@ from dataclasses import asdict, is_dataclass
 from operator import index
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.config_io import has_config, to_config
+from kalmix.layers.fused import swiglu
 from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
@@ -201,8 +201,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
-        gate, value = self.in_proj(x).chunk(2, dim=-1)
-        return self.out_proj(F.silu(gate) * value)
+        return self.out_proj(swiglu(self.in_proj(x)))
 
 
 class Block(nn.Module):
@@ -261,8 +260,11 @@ class Block(nn.Module):
         Returns:
             `[..., B, T, D]`, residual stream after the block.
         """
-        x = residual + self.mixer.project_out(readout, context)
-        return x if self.mlp is None or self.mlp_norm is None else x + self.mlp(self.mlp_norm(x))
+        output = self.mixer.project_out(readout, context)
+        if self.mlp is None or self.mlp_norm is None:
+            return residual + output
+        x, mlp_input = self.mlp_norm.add(output, residual)
+        return x + self.mlp(mlp_input)
 
     def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
         output_variance = None if variance is None else self.mixer.project_out_variance(variance, context)

@@ -1,4 +1,4 @@
-"""Whole layers on both forms of their parts."""
+"""Layers and a model on both forms of their parts."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from forms import DEVICE, form
 
 from kalmix.layers import MIXERS
+from kalmix.models import LanguageModel
 from kalmix.segments import Segments
 
 pytest.importorskip("triton")
@@ -33,5 +34,19 @@ def test_layers_agree_on_both_forms(name, packed):
             y, state = layer(x, None, segments)
             y, _ = layer(y, state, segments)
             found.append([y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])])
+    for eager, triton in zip(*found, strict=True):
+        torch.testing.assert_close(triton, eager, rtol=1e-3, atol=1e-4)
+
+
+def test_models_agree_on_both_forms():
+    """Residuals, norms and MLPs of blocks."""
+    torch.manual_seed(0)
+    model = LanguageModel(11, 16, layers=[{"mixer": "gated-deltanet", "heads": 2}, "kla"]).to(DEVICE)
+    tokens = torch.randint(11, (2, 6), device=DEVICE)
+    found = []
+    for each in ("eager", "triton"):
+        with form(each):
+            loss = model.logits(model(model.embed_tokens(tokens)).hidden_state).square().sum()
+            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for eager, triton in zip(*found, strict=True):
         torch.testing.assert_close(triton, eager, rtol=1e-3, atol=1e-4)

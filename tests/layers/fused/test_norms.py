@@ -1,4 +1,4 @@
-"""Unit norm, and RMS norm with and without gate: both forms against float64."""
+"""Norms and gated products: both forms against float64."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from forms import DEVICE, check_second_derivatives, compare_forms, form
 
-from kalmix.layers.fused import Gate, Norm, l2_normalize, rms_norm
+from kalmix.layers.fused import Gate, Norm, add_rms_norm, l2_normalize, rms_norm, swiglu
 
 pytest.importorskip("triton")
 SHAPES = [(1,), (3, 1), (2, 5, 3, 12), (4, 130), (1, 1, 2, 16)]
@@ -94,6 +94,54 @@ def test_rms_norm_has_second_derivatives(options):
     check_second_derivatives(normed(6, options), norm_inputs((3, 6), 6, options))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 2, 20), (1, 1)])
+def test_residual_and_norm(shape, dtype):
+    x, weight, residual = norm_inputs(shape, shape[-1], GATES[1])
+    compare_forms(lambda *tensors: add_rms_norm(*tensors, 1e-3), [x, residual, weight], dtype)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_gradients_of_the_sum_or_its_norm_alone(used):
+    x, weight, residual = norm_inputs((3, 8), 8, GATES[1])
+    compare_forms(lambda x, residual: add_rms_norm(x, residual, weight.to(x), 1e-3)[used : used + 1], [x, residual])
+
+
+def test_residual_and_norm_have_second_derivatives():
+    x, weight, residual = norm_inputs((3, 6), 6, GATES[1])
+    check_second_derivatives(lambda *tensors: add_rms_norm(*tensors, 1e-2), [x, residual, weight])
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_wide_residual_of_a_narrow_output(name):
+    """As under autocast: the sum stays float32, and each input gets a gradient of its own dtype."""
+    x, weight, residual = (y.to(DEVICE).requires_grad_() for y in norm_inputs((3, 8), 8, GATES[1]))
+    narrow = x.detach().bfloat16().requires_grad_()
+    expected = torch.autograd.grad(add_rms_norm(narrow.float(), residual, weight, 1e-5)[1].pow(3).sum(), residual)[0]
+    with form(name), torch.autocast(DEVICE, torch.bfloat16):
+        total, y = add_rms_norm(narrow, residual, weight, 1e-5)
+        grads = torch.autograd.grad(y.float().pow(3).sum() + total.sum(), [narrow, residual, weight])
+    assert [z.dtype for z in (total, y, *grads)] == [
+        *(torch.float32, torch.bfloat16, torch.bfloat16, torch.float32, torch.float32)
+    ]
+    assert torch.equal(total, narrow.float() + residual)
+    torch.testing.assert_close(grads[0].float(), grads[1], rtol=0.01, atol=0.0)
+    torch.testing.assert_close(grads[1], expected + 1, rtol=0.03, atol=0.1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 2, 10), (2, 600), (1, 2)])
+def test_swiglu(shape, dtype):
+    torch.manual_seed(0)
+    compare_forms(lambda x: [swiglu(x)], [torch.randn(shape)], dtype)
+
+
+def test_swiglu_accepts_strided_inputs_and_has_second_derivatives():
+    torch.manual_seed(0)
+    compare_forms(lambda x: [swiglu(x.mT)], [torch.randn(4, 3)])
+    check_second_derivatives(lambda x: [swiglu(x)], [torch.randn(3, 4)])
+
+
 def test_rms_norm_accepts_strided_inputs_and_gates_that_broadcast():
     x, weight, gate = norm_inputs((3, 2, 8), 4, ("silu", False))
     part = normed(4, ("silu", False))
@@ -127,7 +175,8 @@ def test_compiled_norms_are_traced():
     x, weight, gate = (y.to(DEVICE) for y in norm_inputs((2, 8), 8, GATES[1]))
 
     def function(x, weight, gate):
-        return l2_normalize(rms_norm(x, weight, Norm(8, 1e-5), Gate(gate)), 0.5)
+        y = l2_normalize(rms_norm(x, weight, Norm(8, 1e-5), Gate(gate)), 0.5)
+        return swiglu(add_rms_norm(y, x, weight, 1e-5)[1])
 
     graphs = []
     compiled = torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)

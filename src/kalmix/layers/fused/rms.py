@@ -74,7 +74,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None = None) ->
     return eager_rms_norm(x, weight, norm, gate).to(dtype)
 
 
-def eager_rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None) -> Tensor:
+def eager_rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None = None) -> Tensor:
     """Compute `rms_norm` with PyTorch, in the wider dtype of `x` and the gate."""
     x = gate.multiply(x) if gate is not None and gate.first else x
     weight = weight.to(x.dtype)

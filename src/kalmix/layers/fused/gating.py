@@ -1,0 +1,75 @@
+"""Product of two halves of a projection, of which one is activated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from kalmix.layers.fused.derivatives import differentiate, register_gradients
+from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """Compute silu(a) b for the halves a and b of the columns of `x`.
+
+    Args:
+        x: `[..., 2 F]`: F columns of the gate a, then F columns of the value b.
+
+    Returns:
+        `[..., F]` in the dtype of `x`.
+
+    Complexity: O(1) per element. The backward pass stores `x`.
+
+    Example:
+        >>> from kalmix.layers.fused import swiglu
+        >>> swiglu(torch.tensor([0.0, 100.0, 3.0, 4.0])).tolist()
+        [0.0, 400.0]
+    """
+    return _swiglu(x) if uses_triton("swiglu", x) else _eager(x)[0]
+
+
+def _eager(x: Tensor) -> tuple[Tensor]:
+    gate, value = x.chunk(2, dim=-1)
+    return (F.silu(gate) * value,)
+
+
+def _forward_fake(x):
+    return x.new_empty(*x.shape[:-1], x.shape[-1] // 2)
+
+
+def _forward(x: Tensor) -> Tensor:
+    from kalmix.layers.fused.triton.gating import forward
+
+    return forward(x)
+
+
+def _backward_fake(x, grad):
+    return x.new_empty(x.shape)
+
+
+def _backward(x: Tensor, grad: Tensor) -> Tensor:
+    from kalmix.layers.fused.triton.gating import backward
+
+    return backward(x, grad)
+
+
+_swiglu = custom_op("kalmix::swiglu", with_launch_cache(_forward), _forward_fake)
+_swiglu_backward = custom_op("kalmix::swiglu_backward", with_launch_cache(_backward), _backward_fake)
+
+
+def _setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    return None if grad is None else _swiglu_backward(*ctx.saved_tensors, grad)
+
+
+def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> Tensor | None:
+    return differentiate(_eager, ctx.saved_tensors, [grad])[0]
+
+
+register_gradients(_swiglu, _setup, _gradients, _differentiable_gradients)
