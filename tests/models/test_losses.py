@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from kalmix import ArgumentError, Segments
+from kalmix.models import LanguageModel
 from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
 
 from .conftest import build, tokens
@@ -151,3 +154,105 @@ def test_marginal_loss_needs_a_posterior():
     assert model(tokens(1, 3)).loss is None
     with pytest.raises(ArgumentError, match=r"ends with Attention.*posterior"):
         model(tokens(1, 3), labels=tokens(1, 3))
+
+
+def losses_and_gradients(model, ids, **options):
+    """Return the loss, and gradients of all parameters, of a model with and without logits."""
+    results = []
+    for skip_logits in (False, True):
+        torch.manual_seed(0)  # of the samples of a marginal likelihood
+        output = model(ids, labels=ids, skip_logits=skip_logits, **options)
+        assert (output.logits is None) == skip_logits
+        results.append([output.loss, *torch.autograd.grad(output.loss, list(model.parameters()))])
+    return results
+
+
+@pytest.mark.parametrize("options", [{}, {"tie_word_embeddings": True}, {"loss": "marginal", "loss_samples": 2}])
+def test_loss_without_logits_is_the_same(options):
+    model, ids = build(["attention", "kla"], **options), tokens(2, 7)
+    mask = torch.tensor([[1] * 7, [0, 0, 1, 1, 0, 1, 1]])
+    torch.testing.assert_close(*losses_and_gradients(model, ids, attention_mask=mask))
+    torch.testing.assert_close(*losses_and_gradients(model, ids, num_items_in_batch=24))
+
+
+def test_logits_are_skipped_in_training_if_the_configuration_says_so():
+    model, ids = build("kla", skip_logits=True), tokens(2, 7)
+    assert model(ids, labels=ids).logits is not None
+    model.train()
+    assert model(ids, labels=ids).logits is None
+    assert model(ids, shift_labels=ids).logits is None
+    assert model(ids).logits is not None
+    assert model(ids, labels=ids, skip_logits=False).logits is not None
+    with pytest.raises(ArgumentError, match="skip_logits"):
+        model(ids, skip_logits=True)
+
+
+def test_a_changed_head_is_called():
+    """A hook, a head of another class, or a replaced `forward` changes the logits, and so the loss."""
+    model, ids = build("kla"), tokens(2, 7)
+    head = model.lm_head
+    plain = model(ids, labels=ids).loss
+
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    doubled = Doubled(16, 40, bias=False)
+    doubled.load_state_dict(head.state_dict())
+    handle = head.register_forward_hook(lambda module, inputs, output: 2 * output)
+    losses = [model(ids, labels=ids, skip_logits=True).loss]
+    handle.remove()
+    head.forward = doubled.forward
+    losses.append(model(ids, labels=ids, skip_logits=True).loss)
+    del head.forward
+    torch.testing.assert_close(model(ids, labels=ids, skip_logits=True).loss, plain)
+    model.lm_head = doubled
+    losses.append(model(ids, labels=ids, skip_logits=True).loss)
+    for loss in losses:
+        torch.testing.assert_close(loss, model(ids, labels=ids).loss)
+    assert (losses[0] - plain).abs() > 0.01
+
+
+def test_loss_without_logits_compiles_to_one_graph():
+    model, ids = build(["attention"]), tokens(2, 7)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    loss = compiled(ids, labels=ids, skip_logits=True).loss
+    expected = model(ids, labels=ids).loss
+    parameters = list(model.parameters())
+    torch.testing.assert_close(torch.autograd.grad(loss, parameters), torch.autograd.grad(expected, parameters))
+
+
+def test_language_model_computes_its_loss():
+    torch.manual_seed(0)
+    model = LanguageModel(vocab_size=40, hidden_size=16, layers=["kla"])
+    hidden = model(model.embed_tokens(tokens(2, 7))).hidden_state
+    targets = torch.where(torch.rand(2, 7) < 0.3, -100, tokens(2, 7, seed=2))
+    torch.testing.assert_close(model.loss(hidden, targets), cross_entropy(model.logits(hidden), targets))
+    torch.testing.assert_close(model.loss(hidden, targets, 24), cross_entropy(model.logits(hidden), targets, 24))
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "fsdp with its own head"])
+def test_loss_without_logits_of_a_distributed_model(wrapper, tmp_path):
+    model, ids = build(["kla", "attention"], tie_word_embeddings=wrapper == "ddp"), tokens(2, 7)
+    expected = model(ids, labels=ids).loss
+    expected.backward()
+    gradients = {name: x.grad for name, x in model.named_parameters()}
+    model.zero_grad()
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        if wrapper == "ddp":
+            wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        else:
+            mesh = torch.distributed.init_device_mesh("cpu", (1,))
+            parts = [*model.model.layers, *([model.lm_head] if "head" in wrapper else [])]
+            for part in parts:
+                fully_shard(part, mesh=mesh)
+            wrapped = fully_shard(model, mesh=mesh)
+        loss = wrapped(ids, labels=ids, skip_logits=True).loss
+        loss.backward()
+        found = {name: x.grad for name, x in model.named_parameters()}
+        found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+    finally:
+        torch.distributed.destroy_process_group()
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(found, gradients)

@@ -10,6 +10,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, LayerEntry, layer_specs
+from kalmix.models.losses import head_cross_entropy
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.stack import BlockStack, StackOutput
 from kalmix.segments import Segments, check_segments
@@ -55,6 +56,8 @@ class LanguageModel(nn.Module):
         >>> output = model(model.embed_tokens(torch.randint(64, (2, 16))))
         >>> model.logits(output.hidden_state).shape
         torch.Size([2, 16, 64])
+        >>> model.loss(output.hidden_state, torch.randint(64, (2, 16))).shape
+        torch.Size([])
         >>> next_token = model.embed_tokens(torch.tensor([[1], [2]]))
         >>> model(next_token, output.states).hidden_state.shape
         torch.Size([2, 1, 32])
@@ -125,3 +128,16 @@ class LanguageModel(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the head to `hidden` `[..., D]`; return `[..., vocab_size]`."""
         return self.lm_head(self.norm(hidden))
+
+    def loss(self, hidden: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+        """Compute the mean negative log-likelihood of targets, in nats, without keeping logits of all tokens.
+
+        Args:
+            hidden: `[B, T, D]`, hidden states of `forward`.
+            targets: `[B, T]` int64, the token that each position must predict; -100 is ignored.
+            count: divides the sum of the losses. Default: the number of targets that are not ignored.
+
+        Returns:
+            A scalar, at least float32.
+        """
+        return head_cross_entropy(self.lm_head, self.norm(hidden), targets, count)

@@ -69,6 +69,9 @@ class KalmixConfig(PreTrainedConfig):
             `ArgumentError`.
         loss_samples: Monte Carlo samples per token of the marginal likelihood.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
+        skip_logits: return no logits in training mode if there are labels, which saves memory and time with large
+            vocabularies; clients that compute the loss or metrics themselves need logits. `forward(skip_logits=...)`
+            overrides it.
         use_cache: return a cache in evaluation mode if there are no labels. `forward(use_cache=...)` overrides it.
         max_packed_sequences: largest number of sequences in one call, over all rows, if `position_ids`, `seq_idx` or a
             4-D mask describes them. It applies only under `torch.compile` and in training on a GPU; other calls have no
@@ -119,6 +122,7 @@ class KalmixConfig(PreTrainedConfig):
     loss: str = "cross-entropy"
     loss_samples: int = 10
     loss_chunk_size: int = 1
+    skip_logits: bool = False
     use_cache: bool = True
     max_packed_sequences: int | None = None
     classifier_dropout: float = 0.1

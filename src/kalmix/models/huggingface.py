@@ -20,7 +20,7 @@ from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrai
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
-from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
+from kalmix.models.losses import cross_entropy, head_cross_entropy, marginal_likelihood, next_token_targets
 from kalmix.types import Filtered
 from kalmix.validation import check_dtype_and_device, check_shape
 
@@ -37,8 +37,9 @@ class KalmixOutput(CausalLMOutputWithPast):
     Attributes:
         loss: mean loss in nats per target, a scalar of at least float32 (`labels=...`). It is the loss of
             `config.loss`, so with "marginal" it is not the cross-entropy of `logits`.
-        logits: `[B, T, vocab_size]`, in the dtype of the model; fewer tokens with `logits_to_keep`. They are computed
-            from the read-outs themselves, which are posterior means in layers with a posterior.
+        logits: `[B, T, vocab_size]`, in the dtype of the model; fewer tokens with `logits_to_keep`, `None` with
+            `skip_logits`. They are computed from the read-outs themselves, which are posterior means in layers with a
+            posterior.
         past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode without
             labels).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then the output of the final norm
@@ -127,6 +128,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        skip_logits: bool | None = None,
         **kwargs: Any,
     ) -> KalmixOutput:
         """Compute logits of the next tokens, and the loss if labels are given.
@@ -143,10 +145,12 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             output_hidden_states: see `KalmixModel.forward`.
             output_attentions: see `KalmixModel.forward`.
             logits_to_keep: return logits of the last so many tokens (0 for all), or of the tokens at these indices.
-                Without labels, no others are computed. The loss counts all labels.
+                No others are kept in memory. The loss counts all labels.
             cu_seq_lens_q: see `KalmixModel.forward`.
             seq_idx: see `KalmixModel.forward`.
             num_items_in_batch: number by which the sum of losses is divided. Default: the number of targets.
+            skip_logits: return no logits beside the loss, which is then computed from a chunk of logits at a time.
+                Default: `config.skip_logits` in training mode with labels, otherwise False.
             kwargs: `shift_labels` `[B, T]`, the token that each position must predict, in place of `labels`; -100 is
                 ignored. Arguments of other models are ignored. With `return_dict=False`, the output is a tuple.
 
@@ -155,7 +159,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
 
         Raises:
             ArgumentError: as `KalmixModel.forward`; labels have another shape or dtype; `logits_to_keep` is negative;
-                or the loss is "marginal" and the last layer has no posterior.
+                `skip_logits` is set without labels; or the loss is "marginal" and the last layer has no posterior.
         """
         if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
             expected = "a number of tokens, at least 0, or a tensor of indices"
@@ -163,6 +167,10 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         # Not in the signature: the Trainer computes no loss if a batch lacks a parameter with "label" in its name.
         shift_labels = kwargs.pop("shift_labels", None)
         has_loss = labels is not None or shift_labels is not None
+        if skip_logits and not has_loss:
+            raise ArgumentError("skip_logits", got="True without labels", expected="labels, or False")
+        if skip_logits is None:
+            skip_logits = has_loss and self.training and self.config.skip_logits
         output = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -181,13 +189,11 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             **kwargs,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        hidden, loss = output.last_hidden_state, None
+        logits = None if skip_logits else self.lm_head(output.last_hidden_state[:, positions])
+        loss = None
         if has_loss:
-            logits = self.lm_head(hidden)
-            loss = self._loss(output, logits, labels, shift_labels, num_items_in_batch)
-            logits = logits[:, positions]
-        else:
-            logits = self.lm_head(hidden[:, positions])
+            all_logits = logits if isinstance(logits_to_keep, int) and logits_to_keep == 0 else None
+            loss = self._loss(output, all_logits, labels, shift_labels, num_items_in_batch)
         return KalmixOutput(
             loss=loss,
             logits=logits,
@@ -200,20 +206,24 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     def _loss(
         self,
         output: KalmixModelOutput,
-        logits: Tensor,
+        logits: Tensor | None,
         labels: Tensor | None,
         targets: Tensor | None,
         count: Tensor | int | None,
     ) -> Tensor:
-        layout, posterior = output.layout, output.posterior
-        assert layout is not None
+        """Compute the loss of `labels` or, if they are given, `targets`; `logits` are those of all tokens, if known."""
+        layout, posterior, hidden = output.layout, output.posterior, output.last_hidden_state
+        assert layout is not None and hidden is not None
         if targets is None:
             assert labels is not None
-            targets = next_token_targets(layout.compact(_read_labels("labels", labels, logits)), layout.segments)
+            targets = next_token_targets(layout.compact(_read_labels("labels", labels, hidden)), layout.segments)
         else:
-            targets = layout.compact(_read_labels("shift_labels", targets, logits))
+            targets = layout.compact(_read_labels("shift_labels", targets, hidden))
         if posterior is None:
-            return cross_entropy(logits, layout.restore(targets), count)
+            targets = layout.restore(targets)
+            if logits is None:
+                return head_cross_entropy(self.lm_head, hidden, targets, count)
+            return cross_entropy(logits, targets, count)
         return marginal_likelihood(
             lambda readout: self.lm_head(self.model.norm(self.model.layers.finish(posterior, readout))),
             *(posterior.mean, posterior.variance, targets),
@@ -223,12 +233,12 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         )
 
 
-def _read_labels(name: str, labels: Tensor, logits: Tensor) -> Tensor:
-    """Return labels as int64, on the device of the logits `[B, T, vocab_size]`.
+def _read_labels(name: str, labels: Tensor, hidden: Tensor) -> Tensor:
+    """Return labels as int64, on the device of the hidden states `[B, T, D]`.
 
     Raises:
         ArgumentError: they have another shape than `[B, T]`, or are not integers.
     """
-    check_shape(name, labels, "B T", {"B": logits.shape[0], "T": logits.shape[1]})
+    check_shape(name, labels, "B T", {"B": hidden.shape[0], "T": hidden.shape[1]})
     check_dtype_and_device(name, labels, LABEL_DTYPES, labels.device)
-    return labels.to(logits.device, torch.int64)
+    return labels.to(hidden.device, torch.int64)

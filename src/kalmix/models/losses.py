@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
+from kalmix.layers.fused import linear_cross_entropy
+from kalmix.layers.fused.cross_entropy import IGNORE_INDEX, divide_by_count
 from kalmix.layers.modules import sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
-IGNORE_INDEX = -100
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
@@ -47,6 +51,26 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = 
         A scalar, at least float32; 0 if all targets are ignored.
     """
     return _average(_nll(logits, targets), targets, count)
+
+
+def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
+    """Compute `cross_entropy(head(hidden), targets, count)`, without keeping the logits if the head is an `nn.Linear`.
+
+    A head of another type, such as one with a LoRA, or one that hooks change, such as one that DeepSpeed partitions or
+    `fully_shard` wraps by itself, is called as usual.
+
+    Args:
+        head: maps `[B, T, D]` to logits `[B, T, vocab_size]`.
+        hidden: `[B, T, D]`.
+        targets: as in `cross_entropy`.
+        count: as in `cross_entropy`.
+
+    Returns:
+        A scalar, at least float32; 0 if all targets are ignored.
+    """
+    if _is_plain_linear(head):
+        return linear_cross_entropy(hidden, head.weight, targets, head.bias, count)
+    return cross_entropy(head(hidden), targets, count)  # on the device of the head
 
 
 def marginal_likelihood(
@@ -90,13 +114,21 @@ def marginal_likelihood(
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each target, at least float32; 0 for ignored targets."""
     logits = logits.to(belief_dtype(logits.dtype))
-    flat = F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE_INDEX, reduction="none")
+    flat_targets = targets.flatten().to(logits.device)
+    flat = F.cross_entropy(logits.flatten(0, -2), flat_targets, ignore_index=IGNORE_INDEX, reduction="none")
     return flat.view(targets.shape)
 
 
 def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
-    scored = targets != IGNORE_INDEX
-    total = torch.where(scored, nll, 0).sum()
-    if count is None:
-        return total / scored.sum().clamp(min=1)
-    return total / (count.to(total.device) if isinstance(count, Tensor) else count)
+    targets = targets.to(nll.device)
+    return divide_by_count(torch.where(targets != IGNORE_INDEX, nll, 0).sum(), targets, count)
+
+
+def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a call of `head` does no more than to multiply with its weight and to add its bias."""
+    return (
+        type(head) is nn.Linear
+        and "forward" not in vars(head)  # accelerate's hooks replace it
+        and not any(getattr(head, name) for name in HOOKS)
+        and not is_traceable_wrapper_subclass(head.weight)  # sharded or quantized
+    )

@@ -74,10 +74,10 @@ class KalmixTrainer(SafeTrainer):
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.lr_factor)
         return self.lr_scheduler
 
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
-        """Compute the loss; raise `ArgumentError` if a signal is not finite."""
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """Compute the loss, without logits; raise `ArgumentError` if a signal is not finite."""
         try:
-            return super().compute_loss(*args, **options)
+            return super().compute_loss(model, {**inputs, "skip_logits": True}, *args, **options)
         except NonFiniteError as error:
             raise self._divergence_error() from error  # ops reject such signals before there is a loss
 

@@ -62,7 +62,7 @@ def train(mixer: str, arguments: argparse.Namespace) -> bool:
             begin = time.perf_counter()
         tokens = next(data)
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = model(input_ids=tokens, labels=tokens).loss
+            loss = model(input_ids=tokens, labels=tokens, skip_logits=True).loss
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
