@@ -13,7 +13,7 @@ from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.layers.base import Mixer, check_state, mask_outside
-from kalmix.layers.fused import l2_normalize
+from kalmix.layers.fused import gated_skip, l2_normalize
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution
 from kalmix.layers.parametrize import CellDynamics, observation_precision
@@ -161,7 +161,7 @@ class KLA(Mixer):
                 **signals, belief=belief, variance=variance, segments=segments, kernel=self.kernel
             )
         read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, conv_state))
-        return read, (self.skip.to(z.dtype) * z, F.silu(gate))
+        return read, (z, gate)
 
     def signals(
         self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
@@ -210,12 +210,12 @@ class KLA(Mixer):
 
     def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Apply skip, gate and output projection."""
-        skip, gate = context
-        return self.out_proj((readout + skip) * gate)
+        z, gate = context
+        return self.out_proj(gated_skip(readout, z, self.skip, gate))
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Propagate the variance through gate and output projection; exact, since channels are independent."""
         _, gate = context
         with torch.autocast(variance.device.type, enabled=False):
             dtype = variance.dtype
-            return F.linear(variance * gate.to(dtype).square(), self.out_proj.weight.to(dtype).square())
+            return F.linear(variance * F.silu(gate).to(dtype).square(), self.out_proj.weight.to(dtype).square())

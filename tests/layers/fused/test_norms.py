@@ -6,7 +6,7 @@ import pytest
 import torch
 from forms import DEVICE, check_second_derivatives, compare_forms, form
 
-from kalmix.layers.fused import Gate, Norm, add_rms_norm, l2_normalize, rms_norm, swiglu
+from kalmix.layers.fused import Gate, Norm, add_rms_norm, gated_skip, l2_normalize, rms_norm, swiglu
 
 pytest.importorskip("triton")
 SHAPES = [(1,), (3, 1), (2, 5, 3, 12), (4, 130), (1, 1, 2, 16)]
@@ -140,6 +140,29 @@ def test_swiglu_accepts_strided_inputs_and_has_second_derivatives():
     torch.manual_seed(0)
     compare_forms(lambda x: [swiglu(x.mT)], [torch.randn(4, 3)])
     check_second_derivatives(lambda x: [swiglu(x)], [torch.randn(3, 4)])
+
+
+def skip_inputs(shape):
+    torch.manual_seed(0)
+    return [torch.randn(shape), torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 9, 5), (3, 300), (1, 1)])
+def test_gated_skip(shape, dtype):
+    compare_forms(lambda *tensors: [gated_skip(*tensors)], skip_inputs(shape), dtype)
+
+
+def test_gated_skip_reads_views_in_place_and_has_second_derivatives(monkeypatch):
+    from kalmix.layers.fused.triton import skip
+
+    monkeypatch.setattr(skip, "MAX_PARTIALS", 2)
+    x, _, scale, _ = skip_inputs((2, 20, 3))
+    compare_forms(
+        lambda x, scale, wide: [gated_skip(x, wide[..., :3], scale, wide[..., 3:])], [x, scale, x.repeat(1, 1, 2)]
+    )
+    compare_forms(lambda x, *rest: [gated_skip(x, *rest)], [x[None], *skip_inputs((2, 20, 3))[1:]])
+    check_second_derivatives(lambda *tensors: [gated_skip(*tensors)], skip_inputs((4, 3)))
 
 
 def test_rms_norm_accepts_strided_inputs_and_gates_that_broadcast():

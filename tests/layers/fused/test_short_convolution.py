@@ -147,3 +147,18 @@ def test_compiled_convolution_is_a_custom_op():
         found = compiled(x, weight, bias)
     torch.testing.assert_close(found, short_convolution(x, weight, bias)[0] * 2)
     assert "kalmix.short_convolution" in graphs[0].code
+
+
+@pytest.mark.parametrize("rows", [None, ROWS])
+def test_compiled_training(rows):
+    packing = rows and packing_of(rows)
+    given = [y.to(DEVICE).requires_grad_() for y in inputs(4, sequences=2 if rows is None else len(ROWS))]
+
+    def function(*tensors):
+        y, final = short_convolution(*tensors, packing, "silu")
+        return y.square().sum() + final.pow(3).sum()
+
+    expected = torch.autograd.grad(function(*given), given)
+    with form("triton"):
+        found = torch.autograd.grad(torch.compile(function, backend="aot_eager", fullgraph=True)(*given), given)
+    torch.testing.assert_close(found, expected)

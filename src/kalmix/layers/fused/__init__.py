@@ -13,4 +13,5 @@ from kalmix.layers.fused.residual import add_rms_norm as add_rms_norm
 from kalmix.layers.fused.rms import Gate as Gate
 from kalmix.layers.fused.rms import Norm as Norm
 from kalmix.layers.fused.rms import rms_norm as rms_norm
+from kalmix.layers.fused.skip import gated_skip as gated_skip
 from kalmix.layers.fused.unit_norm import l2_normalize as l2_normalize

@@ -11,7 +11,7 @@ from torch import Tensor
 from kalmix.layers.fused.triton.activation import activation_and_slope
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
-BLOCKS = (1024, 512, 256)  # columns of a program
+BLOCKS = (1024, 512)  # columns of a program
 
 
 @triton.jit
