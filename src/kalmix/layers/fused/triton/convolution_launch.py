@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kalmix.layers.fused.triton import convolution as kernels
@@ -49,17 +48,17 @@ class ConvolutionInputs(NamedTuple):
     def constants(self, channels: int) -> dict[str, Any]:
         """Return constants of all kernels, for programs of at most `channels` channels."""
         count, taps = self.weight.shape
-        block = min(channels, max(32, triton.next_power_of_2(count)))
+        block = min(channels, max(32, 1 << (count - 1).bit_length()))
         flags = {"PACKED": self.rows is not None, "STATE": self.state is not None}
         return {"C": count, "S": taps, "BLOCK": block, **flags, "num_warps": 1}
 
     def chunking(self, block: int) -> tuple[int, int, int]:
         """Return the tokens of a chunk, the chunks of a batch row, and the blocks of channels."""
         batch, length, channels = self.x.shape
-        blocks, chunk = triton.cdiv(channels, block), MAX_CHUNK
-        while chunk > MIN_CHUNK and batch * triton.cdiv(length, chunk) * blocks < PROGRAMS:
+        blocks, chunk = -(-channels // block), MAX_CHUNK
+        while chunk > MIN_CHUNK and batch * -(-length // chunk) * blocks < PROGRAMS:
             chunk //= 2
-        return chunk, triton.cdiv(length, chunk), blocks
+        return chunk, -(-length // chunk), blocks
 
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
@@ -80,7 +79,7 @@ def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
         constants = inputs.constants(STATE_CHANNELS)
         Launch(
             kernels.final_state_kernel,
-            (inputs.sequences, triton.cdiv(channels, constants["BLOCK"])),
+            (inputs.sequences, -(-channels // constants["BLOCK"])),
             (x, state, rows, final, length, x.stride(0), x.stride(1)),
             constants,
         ).run()
@@ -112,7 +111,7 @@ def backward(
         constants |= inputs.constants(STATE_CHANNELS) | {"FINAL": final_grad is not None}
         Launch(
             kernels.state_backward_kernel,
-            (inputs.sequences, triton.cdiv(channels, constants["BLOCK"])),
+            (inputs.sequences, -(-channels // constants["BLOCK"])),
             (x, weight, bias, state, rows, grad, final, dx, dstate, length, x.stride(0), x.stride(1)),
             constants,
         ).run()

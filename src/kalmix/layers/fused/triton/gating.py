@@ -56,5 +56,5 @@ def backward(x: Tensor, grad: Tensor) -> Tensor:
 def _blocks(y: Tensor) -> tuple[tuple[int, int], dict[str, Any]]:
     """Return a grid of rows and blocks of columns, and constants; blocks are the largest that pad least."""
     width = y.shape[-1]
-    block = min(BLOCKS, key=lambda size: triton.cdiv(width, size) * size)
-    return (y.numel() // width, triton.cdiv(width, block)), {"WIDTH": width, "BLOCK": block, "num_warps": block // 256}
+    block = min(BLOCKS, key=lambda size: -(-width // size) * size)
+    return (y.numel() // width, -(-width // block)), {"WIDTH": width, "BLOCK": block, "num_warps": block // 256}

@@ -133,7 +133,7 @@ def forward(
     inputs = x.contiguous(), (x if other is None else other).contiguous(), weight.contiguous()
     Launch(
         _forward_kernel,
-        (triton.cdiv(rows // groups, constants["ROWS"]), groups),
+        (-(-(rows // groups) // constants["ROWS"]), groups),
         (*inputs, y, total, rows, options.eps),
         constants | {"ADDS": total_dtype is not None},
     ).run()
@@ -164,7 +164,7 @@ def backward(
         Gradients of x, the gate (the copy or empty without one) and the weight.
     """
     rows, groups, constants = _layout(x, weight, options)
-    tiles = triton.cdiv(rows // groups, constants["ROWS"])
+    tiles = -(-(rows // groups) // constants["ROWS"])
     programs = min(tiles, MAX_PARTIALS, max(128, MAX_PARTIAL_ELEMENTS // weight.numel()))
     dx = x.new_empty(x.shape)
     if gate is None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import triton
 from torch import Tensor
 
 BLOCK = 2048  # elements that one program holds, unless one row has more
@@ -13,7 +12,7 @@ ELEMENTS_PER_WARP = 256  # 8 a thread, 16 bytes in half precision
 
 def block_of_rows(width: int) -> dict[str, Any]:
     """Return the padded width `P` of a row, the rows `ROWS` of a program, and its warps."""
-    padded = triton.next_power_of_2(width)
+    padded = 1 << (width - 1).bit_length()
     rows = max(1, BLOCK // padded)
     return {"P": padded, "ROWS": rows, "num_warps": min(16, padded * rows // ELEMENTS_PER_WARP)}
 

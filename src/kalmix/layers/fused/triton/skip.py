@@ -69,7 +69,7 @@ def forward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     rows, columns = x.shape
     Launch(
         _forward_kernel,
-        (triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK)),
+        (-(-rows // ROWS), -(-columns // BLOCK)),
         (x, z, scale.contiguous(), gate, y, rows, x.stride(0), z.stride(0), gate.stride(0)),
         {"C": columns, "BLOCK": BLOCK, "ROWS": ROWS, "num_warps": WARPS},
     ).run()
@@ -81,7 +81,7 @@ def backward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor, grad: Tensor) ->
     dx, dz, dgate = x.new_empty(x.shape), z.new_empty(z.shape), gate.new_empty(gate.shape)
     x, z, gate = _rows(x), _rows(z), _rows(gate)
     rows, columns = x.shape
-    tiles, blocks = triton.cdiv(rows, ROWS), triton.cdiv(columns, BLOCK)
+    tiles, blocks = -(-rows // ROWS), -(-columns // BLOCK)
     programs = min(tiles, max(1, MAX_PARTIALS // blocks))
     partial = x.new_empty((programs, columns), dtype=torch.float32)
     inputs = x, z, scale.contiguous(), gate, grad.contiguous()

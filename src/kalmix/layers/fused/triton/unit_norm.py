@@ -63,7 +63,7 @@ def forward(x: Tensor, scale: float, eps: float, eps_on_length: bool) -> tuple[T
     rows, options = source.shape[0] * inner, block_of_rows(width)
     Launch(
         _forward_kernel,
-        (triton.cdiv(rows, options["ROWS"]),),
+        (-(-rows // options["ROWS"]),),
         (source, y, squares, rows, source.stride(0), source.stride(1), scale, eps),
         {"INNER": inner, "K": width, **options, "ON_LENGTH": eps_on_length},
     ).run()
@@ -76,7 +76,7 @@ def backward(y: Tensor, squares: Tensor, grad: Tensor, scale: float, eps: float,
     rows, options = squares.numel(), block_of_rows(width)
     Launch(
         _backward_kernel,
-        (triton.cdiv(rows, options["ROWS"]),),
+        (-(-rows // options["ROWS"]),),
         (y.contiguous(), squares.contiguous(), grad.contiguous(), dx, rows, scale, eps),
         {"K": width, **options, "ON_LENGTH": eps_on_length},
     ).run()
