@@ -15,6 +15,8 @@ import torch
 from transformers import TrainerCallback
 
 from kalmix import ArgumentError
+from kalmix.models import huggingface
+from kalmix.models.losses import head_cross_entropy
 from kalmix.training import Recipe
 from kalmix.training.run import train
 
@@ -55,6 +57,21 @@ def test_run_learns_and_saves_a_model(recipe, tmp_path: Path) -> None:
     )
     ids = ended.tokenizer("the filter", return_tensors="pt")["input_ids"]
     assert float(result.stdout.split()[-1]) == pytest.approx(ended.model(ids).logits.double().sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_training_keeps_no_logits(bf16, recipe, tmp_path: Path, monkeypatch) -> None:
+    """Neither do evaluations during training."""
+    heads = []
+
+    def loss(head, *arguments):
+        heads.append(head)
+        return head_cross_entropy(head, *arguments)
+
+    monkeypatch.setattr(huggingface, "head_cross_entropy", loss)
+    monkeypatch.setattr(huggingface, "cross_entropy", None)
+    ended = train(recipe(steps=1, bf16=bf16), tmp_path / "run")
+    assert len(heads) > 1 and ended.held_out
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
