@@ -258,6 +258,17 @@ def test_attentions_are_the_maps_of_the_layers():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dtypes_of_requested_fields(dtype):
+    model = build(["gla", "bayesian", "kla"]).to(dtype)
+    output = model.model(tokens(2, 5), output_attentions=True, output_beliefs=True, output_posterior=True)
+    assert {x.dtype for x in (*output.attentions, *(belief.mean for belief in output.beliefs))} == {dtype}
+    belief_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    assert {belief.variance.dtype for belief in output.beliefs[1:]} == {belief_dtype}
+    assert output.posterior.variance.dtype == belief_dtype
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["eager", "sdpa"])
 def test_attention_uses_the_chosen_implementation(monkeypatch, tmp_path, name):
     """Both give the same logits, for plain, padded, packed and continued inputs."""

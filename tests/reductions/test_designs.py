@@ -21,6 +21,7 @@ OWN = [
     Design("forgetting-least-squares", Transition(decay="head"), MEMORY, DENSE),
     Design("random-walk", Transition(diffusion=True), MEMORY, DENSE),
     Design("ridge-regression", Transition(), MEMORY, INFORMATION),
+    Design("no-diffusion", Transition("time"), Evidence("state"), Covariance("lag")),
 ]
 B, T, H, G, K, V = 2, 11, 2, 4, 3, 5
 OPTIONS = {"ridge": {"solver": Exact()}}  # options that make an op exact
@@ -128,6 +129,11 @@ def test_illegal_combinations_raise_a_one_line_error(parts, sentence):
 def test_unknown_parts_fail(part, value):
     with pytest.raises(DesignError, match="; expected '"):
         part(value)
+
+
+def test_complex_values_have_no_noise_per_column():
+    with pytest.raises(DesignError, match="`columns` is True with kind 'state'"):
+        Evidence("state", columns=True)
 
 
 def test_only_the_oracle_accepts_a_matrix():

@@ -116,22 +116,24 @@ class Evidence:
     """Model of an observation: the quantity that a token's value measures, and its noise.
 
     `signals` is the names of its signals, `statement` its formula, and `description` its assumption in words. It is
-    immutable. The signals are variances, except `precision`, an inverse variance.
+    immutable. The signals of "input" are `write_variance` and `obs_noise`, in this order; for the other kinds, those
+    named below. They are variances, except `precision`, an inverse variance.
 
     Args:
         kind: the observed quantity, for a memory S `[K, V]`, key k, value v and query q.
             "memory": v = S'k + noise, of variance `obs_noise`. For covariance "reset", "dense" or "information".
-            "cell": v_d = k_n S_nd + noise, of variance 1 / `precision`, separately for each entry (n, d) of S, called a
-            cell. For covariance "diagonal".
-            "input": v = x + noise, of variance `obs_noise`, where the token adds k x' to S, and x has a prior of
+            "cell": v_d = k_n S_nd + noise, separately for each entry (n, d) of S, called a cell. The noise has variance
+            1 / `precision`, one number per token and column d, `[B, T, G, V]`. For covariance "diagonal".
+            "input": v = u + noise, of variance `obs_noise`, where the token adds k u' to S, and u has a prior of
             variance `write_variance`. The content of S is not observed. For covariance "none".
             "state": key and value are noisy observations of one state at the token, with variance `key_noise`; so is
             the query, with variance `query_noise`. For covariance "lag".
         columns: whether every column of the value has its own noise. Then each column is a value head of width 1: in
-            `kalmix.filter`, v is `[B, T, G, 1]` and a noise `[B, T, G]`, where G counts columns.
+            `kalmix.filter`, G counts columns, v is `[B, T, G, 1]`, `obs_noise` and `write_variance` are `[B, T, G]`,
+            and `precision` is `[B, T, G, 1]`. Not for "state", whose values are complex.
 
     Raises:
-        DesignError: `kind` is unknown. `Design` checks the combination with a covariance.
+        DesignError: `kind` is unknown, or `columns` is True with "state". `Design` checks the covariance.
         ArgumentError: `columns` is not `True` or `False`.
 
     Example:
@@ -146,6 +148,8 @@ class Evidence:
     def __post_init__(self) -> None:
         _check_choice("kind", self.kind, _EVIDENCE)
         check_bool("columns", self.columns)
+        if self.columns and self.kind == "state":
+            raise DesignError("`columns` is True with kind 'state'; expected False, since its values are complex.")
 
     @property
     def signals(self) -> tuple[str, ...]:

@@ -38,22 +38,23 @@ from kalmix.validation import FLOATS, check_dtype_and_device, check_shape
 class KalmixModelOutput(BaseModelOutputWithPast):
     """Output of `KalmixModel`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
 
-    Fields are not checked here. A field that a call did not request is `None`; a call requests it by the argument in
-    parentheses. There are L blocks.
+    Fields are not checked here. `last_hidden_state` is always there; another field is `None` unless a call requests it,
+    by the argument in parentheses. There are L blocks, and D is `config.hidden_size`.
 
     Attributes:
         last_hidden_state: `[B, T, D]`, after the final norm, in the dtype of the model.
         past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then `last_hidden_state`
             (`output_hidden_states=True`).
-        attentions: L tensors `[B, M, T, T]`, as `Mixer.attention_map` of each layer returns them, for its M heads or
-            channels. Entry (i, j) is the weight of token j in the read-out at token i (`output_attentions=True`, which
-            needs an input without padding, packing and earlier tokens).
-        beliefs: L `Filtered`, of each layer's output: `mean` and `variance` `[B, T, D]`, and the state after the last
-            token as `belief`. A variance is `None` for a layer without a posterior (`output_beliefs=True`).
+        attentions: L tensors `[B, M, T, T]` in the dtype of the model, the `Mixer.attention_map` of each layer with its
+            M heads or channels. Entry (i, j) is the weight of token j in the read-out at token i
+            (`output_attentions=True`, which needs an input without padding, packing and earlier tokens).
+        beliefs: L `Filtered`, of each layer's output: `mean` `[B, T, D]` in the dtype of the model, `variance`
+            `[B, T, D]` in float32 (float64 if the model is), and the state after the last token as `belief`. A variance
+            is `None` for a layer without a posterior (`output_beliefs=True`).
         posterior: `kalmix.models.blocks.Posterior` of the last block's read-out, with `mean` and `variance`
-            `[B, T, E]`; its tokens are in the order of `layout`, and E is the width of the read-out
-            (`output_posterior=True`).
+            `[B, T, E]`, in dtypes like those of `beliefs`; its tokens are in the order of `layout`, and E is the width
+            of the read-out (`output_posterior=True`).
         layout: how padded or packed tokens were arranged. Its `segments` are their sequences, `None` if each row is
             one; its `order` `[B, T]` is the input column of each token, `None` if no token was moved
             (`output_layout=True`).
@@ -326,7 +327,7 @@ def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: 
 
 
 def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the attention map of each mixer.
+    """Return the attention map of each mixer, in the dtype of its input.
 
     Raises:
         ArgumentError: a mixer has none.
@@ -337,7 +338,7 @@ def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[
         if attention_map is None:
             problem = f"is set, but {type(mixer).__name__} has no attention map"
             raise ArgumentError("output_attentions", problem=problem, expected="layers linear in their values")
-        maps.append(attention_map)
+        maps.append(attention_map.to(x.dtype))
     return tuple(maps)
 
 

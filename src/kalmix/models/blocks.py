@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from operator import index
 from typing import Any, NamedTuple
@@ -72,20 +72,20 @@ def hybrid_layers(
     mixer: LayerEntry = "gated-kalmanet",
     *,
     blocks: int = 30,
-    attention_at: Sequence[int] = (6, 14, 22, 29),
+    attention_at: Iterable[int] = (6, 14, 22, 29),
     attention: LayerEntry = "attention",
 ) -> list[str | dict[str, Any]]:
     """Build the list of layers of a hybrid model: attention in the blocks `attention_at`, `mixer` in all others.
 
-    The defaults are the hybrid of Gated KalmaNet, section M: 26 blocks of Gated KalmaNet and 4 of attention.
+    The defaults are the hybrid of *Gated KalmaNet*, appendix M: 26 blocks of Gated KalmaNet and 4 of attention.
 
     Args:
         mixer: layer of the blocks without attention: a name such as "kla", or a mapping of its options with its name as
             "mixer", such as `{"mixer": "bayesian", "heads": 4}`. `KalmixConfig` and `LanguageModel` check names and
             options; this function does not.
         blocks: number of blocks.
-        attention_at: distinct indices of the blocks with attention, from 0 to `blocks - 1`, in any order; may be empty.
-            The default needs at least 30 blocks.
+        attention_at: iterable of distinct indices of the blocks with attention, from 0 to `blocks - 1`, in any order;
+            may be empty. The default needs at least 30 blocks.
         attention: layer of the blocks `attention_at`: a name or a mapping, like `mixer`. The default is
             `kalmix.layers.Attention`.
 
@@ -94,7 +94,7 @@ def hybrid_layers(
         copy.
 
     Raises:
-        ArgumentError: `blocks` is not a positive integer, `attention_at` is not a sequence of integers, an index is
+        ArgumentError: `blocks` is not a positive integer, `attention_at` does not contain integers, an index is
             negative, too large or repeated, or a layer is neither a string nor a mapping.
 
     Example:
@@ -157,7 +157,7 @@ class Posterior(NamedTuple):
     Attributes:
         residual: `[B, T, D]`, input of the block.
         mean: `[B, T, E]`, posterior mean of the read-out.
-        variance: `[B, T, E]`, posterior variance of the read-out.
+        variance: `[B, T, E]`, posterior variance of the read-out, in float32 (float64 if the block is).
         context: tensors that the mixer's output projection needs, as `Mixer.read` returns them.
     """
 

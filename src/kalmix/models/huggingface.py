@@ -31,25 +31,24 @@ LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 class KalmixOutput(CausalLMOutputWithPast):
     """Output of `KalmixForCausalLM`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
 
-    Fields are not checked here. A field that a call did not request is `None`; a call requests it by the argument in
-    parentheses. There are L blocks.
+    Fields are not checked here. A field other than `logits` is `None` unless a call requests it, by the argument in
+    parentheses. There are L blocks, and D is `config.hidden_size`.
 
     Attributes:
         loss: mean loss in nats per target, a scalar of at least float32 (`labels=...`). It is the loss of
             `config.loss`, so with "marginal" it is not the cross-entropy of `logits`.
         logits: `[B, T, vocab_size]`, in the dtype of the model; fewer tokens with `logits_to_keep`, `None` with
-            `skip_logits`. They are computed from the read-outs themselves, which are posterior means in layers with a
-            posterior.
+            `skip_logits`. They are computed from the mean of each read-out, also with the loss "marginal".
         past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode without
             labels).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then the output of the final norm
             (`output_hidden_states=True`).
-        attentions: L tensors `[B, M, T, T]`, as `Mixer.attention_map` of each layer returns them, for its M heads or
-            channels. Entry (i, j) is the weight of token j in the read-out at token i; it may be negative
+        attentions: L tensors `[B, M, T, T]` in the dtype of the model, the `Mixer.attention_map` of each layer with its
+            M heads or channels. Entry (i, j) is the weight of token j in the read-out at token i; it may be negative
             (`output_attentions=True`, which needs an input without padding, packing and earlier tokens).
-        beliefs: L `Filtered`: `mean` `[B, T, D]` in the dtype of the model and `variance` `[B, T, D]` in float32 of
-            each layer's output, before it is added to the residual stream, and the layer's state after the last token
-            as `belief`. A variance is `None` for a layer without a posterior (`output_beliefs=True`).
+        beliefs: L `Filtered`, of each layer's output before it is added to the residual stream: `mean` `[B, T, D]` in
+            the dtype of the model, `variance` `[B, T, D]` in float32 (float64 if the model is), and the state after the
+            last token as `belief`. A variance is `None` for a layer without a posterior (`output_beliefs=True`).
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM

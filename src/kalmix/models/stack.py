@@ -29,8 +29,9 @@ class StackOutput(NamedTuple):
         mixer_inputs: normalized input of each mixer, tensors `[B, T, D]` (`output_states`, too).
         hidden_states: input of each block, tensors `[B, T, D]` (`output_hidden_states`). The first is the input of the
             stack; the output of the last block is only in `hidden_state`.
-        beliefs: `kalmix.Filtered` of each mixer's output (`output_beliefs`): mean and variance `[B, T, D]`, and the
-            mixer's state. The variance is `None` if the mixer has no posterior, as "attention".
+        beliefs: `kalmix.Filtered` of each mixer's output (`output_beliefs`): mean `[B, T, D]` in the dtype of the
+            parameters, variance `[B, T, D]` in float32 (float64 if they are), and the mixer's state. The variance is
+            `None` if the mixer has no posterior, as "attention".
         posterior: posterior of the last mixer's read-out, its output before gate and projection (`output_posterior`):
             a named tuple with mean and variance `[B, T, E]`, where E is the width of the read-out. `None` if not
             requested.

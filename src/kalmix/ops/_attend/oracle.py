@@ -64,7 +64,8 @@ def _propagate(x: Tensor, frequency: Tensor, decay: Tensor, lag: Tensor) -> Tens
 def read(belief: State, token: Token) -> tuple[Tensor, Tensor]:
     """Compute mean and variance for the query of the last token."""
     past_keys, past_values, times, _ = belief
-    keys = SimpleNamespace(**{name: token[name] for name in DYNAMICS})
+    no_diffusion = {"process_noise": torch.zeros_like(token["key_noise"])}
+    keys = SimpleNamespace(**no_diffusion | {name: token[name] for name in DYNAMICS if name in token})
     values = token.get("value_dynamics") or keys
 
     def number(name: str, default: float) -> Any:
