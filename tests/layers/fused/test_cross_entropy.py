@@ -108,7 +108,10 @@ def test_autocast_multiplies_in_half_precision_and_sums_in_float32(name, small_c
     assert all(x.dtype == torch.float32 for x in found)
     for x, y, truth in zip(found, usual, exact, strict=True):
         assert (x - truth).abs().max() <= 2 * (y - truth).abs().max()
-    assert not torch.equal(found[2], found[2].bfloat16().float()), "the weight's gradient was rounded"
+    weight = tensors[1].requires_grad_()
+    with form(name), torch.autocast(DEVICE, torch.bfloat16):
+        (total,) = torch.autograd.grad(linear_cross_entropy(tensors[0], weight, targets, count=1), weight)
+    assert not torch.equal(total, total.bfloat16().float()), "the sum over tokens was rounded"
 
 
 @pytest.mark.parametrize("needs", [(True, False, False), (False, True, False), (False, False, True), (False,) * 3])
@@ -128,6 +131,18 @@ def test_only_gradients_that_are_needed_are_computed(needs):
     torch.testing.assert_close(loss, expected)
     if wanted := [x for x in tensors if x.requires_grad]:
         torch.testing.assert_close(torch.autograd.grad(loss, wanted), torch.autograd.grad(expected, wanted))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_large_factors_of_the_loss_do_not_overflow(name):
+    """Gradient scaling multiplies losses in float16 by more than float16 holds."""
+    hidden, weight, _, targets = problem(dtype=torch.float16)
+    leaves = [hidden.requires_grad_(), (weight / 1000).requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    with form(name):
+        found = torch.autograd.grad(2**17 * linear_cross_entropy(*leaves, targets), leaves[0])
+    expected = torch.autograd.grad(2**17 * composed(*exact, targets), exact[0])
+    torch.testing.assert_close(found[0].double(), expected[0], rtol=0.01, atol=0.01)
 
 
 def test_second_backward_pass_gives_the_same_gradients():
@@ -185,11 +200,20 @@ def test_compiles_to_one_custom_op(name, small_chunks):
 
 
 @pytest.mark.parametrize("name", FORMS)
+def test_large_logits(name):
+    *tensors, targets = problem()
+    tensors[0] *= 1000
+    with form(name):
+        found = differentiated(linear_cross_entropy, tensors, targets)
+    torch.testing.assert_close(found, differentiated(composed, tensors, targets))
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_nan_and_infinite_logits(name):
     """NaN reaches the loss; a word that a bias of -inf rules out has no gradient."""
-    *tensors, targets = problem()
-    targets = targets.abs().clamp(max=35)
-    tensors[2][36] = -torch.inf
+    *tensors, targets = problem(words=4100)
+    targets = 4098 + targets % 2
+    tensors[2][:4097] = -torch.inf  # more than one block of the kernel
     with form(name):
         found = differentiated(linear_cross_entropy, tensors, targets)
         torch.testing.assert_close(found, differentiated(composed, tensors, targets))

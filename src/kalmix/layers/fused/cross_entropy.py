@@ -140,33 +140,32 @@ def _forward(
     """
     wide = belief_dtype(dtype)
     vocab_size, width = weight.shape
-    with torch.autocast(hidden.device.type, enabled=False):
-        rows, head = hidden.reshape(-1, width).to(dtype), weight.to(dtype)
-        flat_targets = targets.flatten().contiguous()  # a flat view of a column has a stride
-        offset = None if bias is None else bias.to(dtype)
-        nll = rows.new_empty(len(rows), dtype=wide)
-        hidden_grad = rows.new_empty(hidden.shape if needs[0] else 0)
-        row_grads = hidden_grad.view(rows.shape if needs[0] else 0)
-        weight_grad = rows.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
-        bias_grad = rows.new_zeros(vocab_size if needs[2] else 0, dtype=wide)
-        size = _chunk_size(len(rows), vocab_size * dtype.itemsize)
-        buffer = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)[:, :vocab_size]
-        for start in range(0, len(rows), size):
-            chunk = slice(start, start + size)
-            x = rows[chunk]
-            logits = buffer[: len(x)]
-            if offset is None:
-                torch.mm(x, head.mT, out=logits)
-            else:
-                torch.addmm(offset, x, head.mT, out=logits)
-            _replace_with_gradient(logits, flat_targets[chunk], nll[chunk], any(needs))
-            if needs[0]:
-                torch.mm(logits, head, out=row_grads[chunk])
-            if needs[1]:
-                _add_product(weight_grad, logits.mT, x)
-            if needs[2]:
-                bias_grad += logits.sum(0, dtype=wide)
-        return nll.sum(), hidden_grad, weight_grad, bias_grad
+    rows, head = hidden.reshape(-1, width).to(dtype), weight.to(dtype)
+    flat_targets = targets.flatten().contiguous()  # a flat view of a column has a stride
+    offset = None if bias is None else bias.to(dtype)
+    nll = rows.new_empty(len(rows), dtype=wide)
+    hidden_grad = rows.new_empty(hidden.shape if needs[0] else 0)
+    row_grads = hidden_grad.view(rows.shape if needs[0] else 0)
+    weight_grad = rows.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
+    bias_grad = rows.new_zeros(vocab_size if needs[2] else 0, dtype=wide)
+    size = _chunk_size(len(rows), vocab_size * dtype.itemsize)
+    buffer = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)[:, :vocab_size]
+    for start in range(0, len(rows), size):
+        chunk = slice(start, start + size)
+        x = rows[chunk]
+        logits = buffer[: len(x)]
+        if offset is None:
+            torch.mm(x, head.mT, out=logits)
+        else:
+            torch.addmm(offset, x, head.mT, out=logits)
+        _replace_with_gradient(logits, flat_targets[chunk], nll[chunk], any(needs))
+        if needs[0]:
+            torch.mm(logits, head, out=row_grads[chunk])
+        if needs[1]:
+            _add_product(weight_grad, logits.mT, x)
+        if needs[2]:
+            bias_grad += logits.sum(0, dtype=wide)
+    return nll.sum(), hidden_grad, weight_grad, bias_grad
 
 
 def _chunk_size(rows: int, row_bytes: int) -> int:
