@@ -156,3 +156,36 @@ def test_refused_snapshots_leave_the_cache_as_it_is(static):
         restore(None, other)
     after = [x for entry in snapshot(cache) for x in tree_leaves(entry.state)]
     assert all(map(torch.equal, before, after)) and cache.get_seq_length() == 4
+
+
+DESIGN = {"mixer": "design", "heads": 2, "head_dim": 8}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("static", [False, True])
+@pytest.mark.parametrize(
+    ("mixer", "other"),
+    [
+        ({"mixer": "deltanet", "heads": 2}, {"mixer": "kda", "heads": 2}),
+        (DESIGN | {"design": "deltanet"}, DESIGN | {"design": "kda"}),
+    ],
+)
+def test_states_of_another_mixer_are_refused(static, mixer, other):
+    model, another, ids = build([mixer]), build([other]), tokens(1, 4)
+
+    def new_cache():
+        return StaticCache(config=model.config, max_cache_len=8) if static else DynamicCache(config=model.config)
+
+    cache, foreign = new_cache(), new_cache()
+    expected = model(ids, past_key_values=cache).logits
+    another(ids, past_key_values=foreign)
+    with pytest.raises(ArgumentError, match="`entries` belong to another cache"):
+        restore(cache, snapshot(foreign))
+    with pytest.raises(ArgumentError, match=r"`past_key_values` has a state of .*expected a cache of this model"):
+        model(ids, past_key_values=foreign)
+    new = DynamicCache(config=model.config)
+    restore(new, snapshot(foreign))
+    with pytest.raises(ArgumentError, match="`past_key_values` has a state of"):
+        model(ids, past_key_values=new)
+    foreign.reset()
+    torch.testing.assert_close(model(ids, past_key_values=foreign).logits, expected)

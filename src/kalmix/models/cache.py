@@ -8,93 +8,15 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from kalmix.beliefs import loadable
 from kalmix.errors import ArgumentError
-from kalmix.layers import Mixer
+from kalmix.layers import DesignLayer, Mixer
 from kalmix.models.blocks import BlockOutput
+from kalmix.models.cache_entry import CachedCall, CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief, replace_fields
 
 LAYER_TYPE = "kalmix_belief"
-JOINED_TOKENS = 64  # tokens of joined calls; a rollback filters at most so many again
-
-
-@loadable
-class CachedCall(NamedTuple):
-    """Inputs of one call of a mixer, enough to repeat it.
-
-    Attributes:
-        initial_state: state of the mixer before the call; `None` for its prior.
-        mixer_input: `[B, T, D]`, input of the mixer.
-        layout: sequences in the input.
-    """
-
-    initial_state: Any  # a Belief or None; see `Filtered`
-    mixer_input: Tensor
-    layout: InputLayout
-
-    def join(self, later: CachedCall) -> tuple[CachedCall, ...]:
-        """Return this call and the next as one, if both are short and without padding, otherwise both.
-
-        So drafted tokens share one initial state, which for attention is as large as all keys and values.
-        """
-        layouts = (*self.layout, *later.layout)
-        if (
-            any(x is not None for x in layouts)
-            or self.mixer_input.shape[1] + later.mixer_input.shape[1] > JOINED_TOKENS
-        ):
-            return self, later
-        return (replace_fields(self, mixer_input=torch.cat([self.mixer_input, later.mixer_input], dim=1)),)
-
-    def truncate(self, tokens: int) -> CachedCall:
-        """Return the call with only its first `tokens` tokens."""
-        return CachedCall(self.initial_state, self.mixer_input[:, :tokens], self.layout.truncate(tokens))
-
-    def take(self, index: Tensor) -> CachedCall:
-        """Return the call for the batch rows `index` (int64 `[M]`); each row must be one sequence."""
-        mixer_input = self.mixer_input.index_select(0, index)
-        return CachedCall(_take(self.initial_state, index), mixer_input, self.layout.take(index))
-
-
-def _take(state: Belief | None, index: Tensor) -> Belief | None:
-    return None if state is None else state.take(index)
-
-
-@loadable
-class CacheEntry(NamedTuple):
-    """Contents of a cache layer. It is immutable, so a reference to it is a snapshot.
-
-    Attributes:
-        state: state of the mixer after all tokens; valid unless `stale`.
-        tokens: number of tokens seen, padding included.
-        calls: all calls since the last crop, if the layer records the past; otherwise empty.
-        stale: the state must be computed again, from the last of `calls`.
-        drop_calls: the next `set_state` discards `calls`, because a crop has accepted the tokens before it.
-    """
-
-    state: Any = None  # a Belief; see `Filtered`
-    tokens: int = 0
-    calls: tuple[CachedCall, ...] = ()
-    stale: bool = False
-    drop_calls: bool = False
-
-    def take(self, index: Tensor) -> CacheEntry:
-        """Return the entry of the sequences `index` (int64 `[M]`), in that order."""
-        index = index.to(self._tensor.device)
-        return replace_fields(
-            self, state=_take(self.state, index), calls=tuple(call.take(index) for call in self.calls)
-        )
-
-    @property
-    def sequences(self) -> int:
-        """Number of sequences."""
-        return self._tensor.shape[0]
-
-    @property
-    def _tensor(self) -> Tensor:
-        """A tensor of the entry, whose first axis is sequences."""
-        return self.calls[-1].mixer_input if self.state is None else flatten(self.state)[0][0]
 
 
 class BeliefLayer(CacheLayerMixin):
@@ -118,10 +40,12 @@ class BeliefLayer(CacheLayerMixin):
         calls: recorded calls, a tuple of `CachedCall`.
         stale: whether the next `get_state` must filter tokens again.
         drop_calls: whether the next `set_state` discards `calls`, because a crop has accepted their tokens.
+        mixer: name of the mixer (its class, or its design in a `DesignLayer`); `None` before the first call.
         record_past: whether calls are recorded.
 
     Raises:
-        ArgumentError: `crop` would remove some tokens that were not recorded.
+        ArgumentError: `crop` would remove some tokens that were not recorded, or a layer with tokens is used by another
+            mixer.
         TypeError: `update` is called: the layer has no keys and values.
 
     Example:
@@ -142,6 +66,7 @@ class BeliefLayer(CacheLayerMixin):
     calls: tuple[CachedCall, ...]
     stale: bool
     drop_calls: bool
+    mixer: str | None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -152,30 +77,45 @@ class BeliefLayer(CacheLayerMixin):
     def entry(self) -> CacheEntry:
         """Contents of the layer."""
         state = None if self.structure is None else rebuild(self.tensors, self.structure)
-        return CacheEntry(state, self.tokens, self.calls, self.stale, self.drop_calls)
+        return CacheEntry(state, self.tokens, self.calls, self.stale, self.drop_calls, self.mixer)
 
     def set_entry(self, value: CacheEntry) -> None:
         """Replace the contents of the layer.
 
         This is not a property setter: compiled with torch 2.11, one runs after the code that follows it.
         """
-        state, self.tokens, self.calls, self.stale, self.drop_calls = value
+        state, self.tokens, self.calls, self.stale, self.drop_calls, self.mixer = value
         self.tensors, self.structure = ([], None) if state is None else flatten(state)
 
     def accepts(self, entry: CacheEntry) -> bool:
-        """Return whether an entry may belong to this layer: its state has the same structure, if both have one."""
-        return entry.state is None or self.structure is None or flatten(entry.state)[1] == self.structure
+        """Return whether an entry may belong to this layer: mixer and structure of its state are the same, if known."""
+        if entry.state is None or self.structure is None:
+            return True
+        same_mixer = None in (self.mixer, entry.mixer) or self.mixer == entry.mixer
+        return same_mixer and flatten(entry.state)[1] == self.structure
 
     def get_state(self, mixer: Mixer) -> Belief | None:
         """Return the state from which the next call of `mixer` continues; `None` for its prior.
 
         Filters the tokens that a crop left of its last call again, if there was one.
+
+        Raises:
+            ArgumentError: the state is one of another mixer.
         """
+        self.bind(mixer)
         if self.stale:
             call = self.calls[-1]
             _, state = mixer(call.mixer_input, call.initial_state, call.layout.segments)
             self.set_entry(replace_fields(self.entry, state=state, stale=False))
         return self.entry.state
+
+    def bind(self, mixer: Mixer) -> None:
+        """Store the name of the mixer; raise `ArgumentError` if the layer has tokens of one of another name."""
+        name = mixer.design.name if isinstance(mixer, DesignLayer) else type(mixer).__name__
+        if self.is_initialized and self.mixer not in (None, name):
+            problem, expected = f"has a state of {self.mixer}", f"a cache of this model, with a state of {name}"
+            raise ArgumentError("past_key_values", problem=problem, expected=expected)
+        self.mixer = name
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
         """Store the state after a call of the mixer that started from `get_state`.
@@ -190,7 +130,7 @@ class BeliefLayer(CacheLayerMixin):
             *earlier, last = (None,) if entry.drop_calls or not entry.calls else entry.calls
             call = CachedCall(entry.state, mixer_input, layout)
             calls = (call,) if last is None else (*earlier, *last.join(call))
-        self.set_entry(CacheEntry(state, entry.tokens + mixer_input.shape[1], calls))
+        self.set_entry(CacheEntry(state, entry.tokens + mixer_input.shape[1], calls, mixer=entry.mixer))
         self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
 
@@ -219,7 +159,8 @@ class BeliefLayer(CacheLayerMixin):
             stale, state = left < length, call.initial_state
             calls = (*before, call.truncate(length - left)) if stale else tuple(before)
             left -= min(left, length)
-        self.set_entry(CacheEntry(state, entry.tokens - remove, calls, stale, drop_calls=True))
+        tokens = entry.tokens - remove
+        self.set_entry(CacheEntry(state, tokens, calls, stale, drop_calls=True, mixer=entry.mixer))
 
     def reset(self) -> None:
         """Return to the prior."""
@@ -364,15 +305,19 @@ def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
     The next call of the model then continues after the tokens that the cache had at the time of the snapshot.
 
     Args:
-        cache: the cache that was passed to `snapshot`, or another one of the same model: a `DynamicCache`, also a new
-            one, or, for a snapshot of a `StaticCache`, a `StaticCache` of the same size that has been used.
+        cache: the cache that was passed to `snapshot`, or another one of the same model: a `DynamicCache`, used or new,
+            also for a snapshot of a `StaticCache`; or a `StaticCache` that a call of the model has filled. The tensors
+            of a `StaticCache` must have the shapes of the snapshot apart from the number of sequences. So layers that
+            store tokens, such as attention, need a snapshot of a `StaticCache` with the same `max_cache_len`.
         entries: result of `snapshot`; it may be restored any number of times. The number of sequences may differ from
             that in the cache; the next call of the model needs as many as the snapshot.
 
     Raises:
         ArgumentError: `cache` is not a cache of a `KalmixForCausalLM`, `entries` is not a result of `snapshot`, their
-            numbers of layers differ, or a layer has a state of another kind, or another size in a `StaticCache`. The
-            cache is not changed then. In a `DynamicCache`, the next call of the model reports states of another size.
+            numbers of layers differ, or a layer has a state of another mixer or, in a `StaticCache`, of another shape.
+            The cache is not changed then. With a `DynamicCache`, a state of another shape raises `ArgumentError` in the
+            next call of the model; so does a state of another mixer, if the cache was new. Weights and options of the
+            mixer are not compared.
 
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot

@@ -10,7 +10,8 @@ from transformers.cache_utils import StaticLayer
 
 from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
-from kalmix.models.cache import LAYER_TYPE, BeliefLayer, CacheEntry
+from kalmix.models.cache import LAYER_TYPE, BeliefLayer
+from kalmix.models.cache_entry import CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief
@@ -41,6 +42,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     def __init__(self, max_cache_len: int, **kwargs: Any) -> None:
         StaticLayer.__init__(self, max_cache_len, **kwargs)
         self.record_past: bool = False
+        self.mixer: str | None = None
         self.window: int | None = None
         self.tensors: list[Tensor] = []
         self.structure: Structure = None
@@ -50,7 +52,8 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         """Copy of the contents."""
         if not self.is_initialized:
             return CacheEntry()
-        return CacheEntry(rebuild([x.clone() for x in self.tensors], self.structure), int(self.cumulative_length))
+        state = rebuild([x.clone() for x in self.tensors], self.structure)
+        return CacheEntry(state, int(self.cumulative_length), mixer=self.mixer)
 
     def set_entry(self, value: CacheEntry) -> None:
         """Copy the contents of a layer into the buffers.
@@ -64,6 +67,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         if value.tokens:
             self._fill(value.state)
         self.is_initialized = value.tokens > 0
+        self.mixer = value.mixer
         self.cumulative_length.fill_(value.tokens)
 
     def accepts(self, entry: CacheEntry) -> bool:
@@ -88,7 +92,8 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self._clear(prior)
 
     def get_state(self, mixer: Mixer) -> Belief | None:
-        """Return the buffers; `None` for the prior of `mixer`."""
+        """Return the buffers; `None` for the prior of `mixer`. Raises `ArgumentError` for those of another mixer."""
+        self.bind(mixer)
         self.window = mixer.window
         return rebuild(self.tensors, self.structure) if self.is_initialized else None
 
