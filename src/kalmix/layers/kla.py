@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from kalmix import designs, ops
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.layers.base import Mixer, check_state, mask_outside
-from kalmix.layers.fused import gated_skip, l2_normalize
+from kalmix.layers.fused import gated_skip, l2_normalize, without_storing
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution
 from kalmix.layers.parametrize import CellDynamics, observation_precision
@@ -211,7 +212,7 @@ class KLA(Mixer):
     def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Apply skip, gate and output projection."""
         z, gate = context
-        return self.out_proj(gated_skip(readout, z, self.skip, gate))
+        return without_storing(partial(gated_skip, readout, z, self.skip, gate), self.out_proj)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Propagate the variance through gate and output projection; exact, since channels are independent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.designs import Design
 from kalmix.errors import ArgumentError
-from kalmix.layers.fused import Gate, Norm, rms_norm
+from kalmix.layers.fused import Gate, Norm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
@@ -146,4 +147,5 @@ class Mamba2(MemoryLayer):
         gate, _ = context
         assert gate is not None
         norm = Norm(self.sizes.values // self.sizes.key_heads, self.norm_eps)
-        return self.out_proj(rms_norm(readout, self.norm_scale, norm, Gate(gate, "silu", first=True)))
+        gated = partial(rms_norm, readout, self.norm_scale, norm, Gate(gate, "silu", first=True))
+        return without_storing(gated, self.out_proj)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from functools import partial
 from math import isqrt
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
-from kalmix.layers.fused import ACTIVATIONS, Gate, l2_normalize, rms_norm
+from kalmix.layers.fused import ACTIVATIONS, Gate, l2_normalize, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
 from kalmix.segments import Segments
@@ -227,11 +228,9 @@ class MemoryLayer(Mixer):
     def project_out(self, readout: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Apply output norm, gate and output projection. Each sample is normalised by its own root mean square."""
         gate = None if context[0] is None else Gate(context[0], str(self.gate))
-        if self.norm is not None:
-            readout = rms_norm(readout, self.norm.weight, self.norm.constants, gate)
-        elif gate is not None:
-            readout = gate.multiply(readout)
-        return self.out_proj(readout)
+        if self.norm is None:
+            return self.out_proj(readout if gate is None else gate.multiply(readout))
+        return without_storing(partial(rms_norm, readout, self.norm.weight, self.norm.constants, gate), self.out_proj)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
         """Propagate the variance through norm, gate and projection.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.config_io import has_config, to_config
-from kalmix.layers.fused import swiglu
+from kalmix.layers.fused import swiglu, without_storing
 from kalmix.layers.modules import RMSNorm, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
@@ -201,7 +202,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
-        return self.out_proj(swiglu(self.in_proj(x)))
+        return without_storing(partial(swiglu, self.in_proj(x)), self.out_proj)
 
 
 class Block(nn.Module):
@@ -264,7 +265,7 @@ class Block(nn.Module):
         if self.mlp is None or self.mlp_norm is None:
             return residual + output
         x, mlp_input = self.mlp_norm.add(output, residual)
-        return x + self.mlp(mlp_input)
+        return x + without_storing(partial(self.mlp_norm, x), self.mlp, mlp_input)
 
     def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
         output_variance = None if variance is None else self.mixer.project_out_variance(variance, context)
