@@ -154,7 +154,9 @@ def command_reference() -> str:
     sections = [_command(f"kalmix {name}", command) for name, command in commands.items()]
     from kalmix_bench.cli import app as bench
 
-    group = typer.main.get_command(bench).commands  # type: ignore[attr-defined]
+    group = dict(typer.main.get_command(bench).commands)  # type: ignore[attr-defined]
+    perf = group.pop("perf").commands
+    group |= {f"perf {name}": command for name, command in perf.items()}
     sections += [_command(f"kalmix bench {name}", command) for name, command in group.items()]
     return "\n\n".join(sections)
 

@@ -1,4 +1,4 @@
-"""Command group `kalmix bench`: one command per experiment, `all`, `report`, `beliefs` and `run`."""
+"""Command group `kalmix bench`: one command per experiment, `all`, `report`, `beliefs`, `run` and `perf`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.sde.experiment import Sde
 from kalmix_bench.experiments.solvers.experiment import Solvers
 from kalmix_bench.experiments.vision.experiment import Vision
+from kalmix_bench.perf.commands import app as perf
 from kalmix_bench.runner import options
 from kalmix_bench.runner import report as bench_report
 from kalmix_bench.runner.experiment import Experiment
@@ -74,3 +75,4 @@ for experiment in EXPERIMENTS:
         app.command(name=name)(command)
 for name, command in (("all", run_all), ("report", report), ("beliefs", beliefs.run), ("run", run_cells.run)):
     app.command(name=name)(command)
+app.add_typer(perf)

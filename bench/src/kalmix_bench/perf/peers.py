@@ -31,7 +31,7 @@ def diagonal() -> dict[str, Run]:
     return {"kla (CUDA)": adapt("cuda"), "kla (Triton)": adapt("triton")}
 
 
-def _fla() -> bool:
+def has_fla() -> bool:
     """Return whether flash-linear-attention is installed; enable its backward pass on Hopper.
 
     The library raises an error on Hopper with Triton 3.4 to 3.7.0, which miscompile some of its configurations. The
@@ -47,7 +47,7 @@ def _fla() -> bool:
 
 def additive() -> dict[str, Run]:
     """Return flash-linear-attention's chunked kernels with a decay per head and per key dimension."""
-    if not _fla():
+    if not has_fla():
         return {}
     from fla.ops.gla import chunk_gla
     from fla.ops.simple_gla import chunk_simple_gla
@@ -61,7 +61,7 @@ def additive() -> dict[str, Run]:
 
 def delta() -> dict[str, Run]:
     """Return flash-linear-attention's chunked gated delta rule, and KDA for a decay per key dimension."""
-    if not _fla():
+    if not has_fla():
         return {}
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     from fla.ops.kda import chunk_kda
@@ -96,7 +96,7 @@ def ridge() -> dict[str, Run]:
     `gka_ops`.
     """
     runs: dict[str, Run] = {}
-    if _fla():
+    if has_fla():
         from fla.ops.mesa_net import chunk_mesa_net
 
         def mesa(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
@@ -104,7 +104,7 @@ def ridge() -> dict[str, Run]:
             return chunk_mesa_net(*(x[n] for n in ("q", "k", "v", "log_decay", "gain")), ridge, max_CG_iteration=30)[:1]
 
         runs = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa}
-    if _fla() and find_spec("gka_ops") is not None:
+    if has_fla() and find_spec("gka_ops") is not None:
         from gka_ops.chebyshev.gka_chebyshev_solve import gka_chebyshev_gla
 
         _convert_decays_to_base_2()

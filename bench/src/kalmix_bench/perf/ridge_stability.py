@@ -28,7 +28,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.ops import Adaptive, Fixed
 from kalmix.training.provenance import provenance
-from kalmix_bench.perf.train_layers import batches
+from kalmix_bench.perf.text_batches import batches, byte_tokens
 
 RIDGES = {"adaptive, 0.02 ||H||": Adaptive(0.02), "constant, 0.25": Fixed(0.25)}
 
@@ -44,7 +44,11 @@ def train(ridge: Adaptive | Fixed, arguments: argparse.Namespace) -> list[tuple[
         optimizer_groups(model, learning_rate=arguments.learning_rate, weight_decay=0.1), betas=(0.9, 0.95)
     )
     warm = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / arguments.warmup))
-    data, curve, begin = batches(arguments.seq_len, arguments.batch_size, device), [], time.perf_counter()
+    data, curve, begin = (
+        batches(byte_tokens(), arguments.seq_len, arguments.batch_size, device),
+        [],
+        time.perf_counter(),
+    )
     for step in range(arguments.steps):
         tokens = next(data)
         try:

@@ -32,7 +32,7 @@ def measure(calls: dict[str, Callable[[], object]], device: str) -> dict[str, Ti
     for name, call in calls.items():
         try:
             first = _seconds(call, device)
-            peak = _peak_cuda(call) if device == "cuda" else _peak_cpu(call)
+            peak = _peak_cuda(call) if device == "cuda" else peak_cpu(call)
             ready[name] = Timing(_cuda_ms(call) if device == "cuda" else 0.0, peak, first)
         except torch.OutOfMemoryError:
             print(f"    ({name}: out of memory)")
@@ -106,7 +106,7 @@ def _peak_cuda(call: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _peak_cpu(call: Callable[[], object]) -> int:
+def peak_cpu(call: Callable[[], object]) -> int:
     """Return the increase of Linux's peak resident memory during a call; the C library first returns free memory."""
     reset, status = Path("/proc/self/clear_refs"), Path("/proc/self/status")
     if not reset.exists():
@@ -119,6 +119,22 @@ def _peak_cpu(call: Callable[[], object]) -> int:
     before = _kilobytes(status, "VmRSS")
     call()
     return max(_kilobytes(status, "VmHWM") - before, 0) * 1024
+
+
+def kernels_launched(call: Callable[[], object]) -> tuple[int, float]:
+    """Return the number of kernels that a call launches on a GPU, and the sum of their times in milliseconds.
+
+    Copies and fills of memory count towards the time only.
+    """
+    from torch.profiler import DeviceType, ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        call()
+        torch.cuda.synchronize()
+    events = [event for event in record.events() or () if event.device_type == DeviceType.CUDA]
+    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
+    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
+    return kernels, sum(event.time_range.elapsed_us() for event in events) / 1e3
 
 
 def _kilobytes(status: Path, field: str) -> int:

@@ -42,12 +42,14 @@ class WorkerConfig(NamedTuple):
         stop: time of `time.monotonic` after which cells store a checkpoint and stop, and no cell starts.
         end: time of `time.monotonic` at which cells that have not stopped are terminated.
         failures: receives the reason of each failed batch, by its first cell. If `None`, the first failure is raised.
+        one_batch: whether a process ends after one batch, so that the next begins without its memory and caches.
     """
 
     gpus: Sequence[str | None]
     stop: float = math.inf
     end: float = math.inf
     failures: dict[Any, str] | None = None
+    one_batch: bool = False
 
 
 def run_in_workers(
@@ -185,11 +187,20 @@ class _WorkerPool:
 
     def _release(self, link: Connection) -> None:
         del self.running[link]
-        self.idle.append(link)
+        if self.worker_config.one_batch:
+            process = self.workers[link].process
+            self._start_again(link)
+            process.join(SHUTDOWN_SECONDS)
+            process.terminate()
+        else:
+            self.idle.append(link)
 
     def _replace(self, link: Connection, error: Exception, reason: str) -> None:
         """Start a process in place of one that failed."""
         self._fail(self.running.pop(link).batch, error, reason)
+        self._start_again(link)
+
+    def _start_again(self, link: Connection) -> None:
         link.close()
         gpu = self.workers.pop(link).gpu
         if self.queue:

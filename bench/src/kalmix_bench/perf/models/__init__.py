@@ -1,0 +1,1 @@
+"""Speed and memory of training steps of whole models, next to the models of other libraries."""

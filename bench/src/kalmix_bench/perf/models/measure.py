@@ -1,0 +1,228 @@
+"""Time, kernels and memory of training steps of one model."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import cycle, islice, pairwise
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kalmix.errors import ArgumentError, DesignError, KernelError, NonFiniteError
+from kalmix.models.optimizer import optimizer_groups
+from kalmix_bench.perf.host_lock import hold
+from kalmix_bench.perf.models.build import build
+from kalmix_bench.perf.models.protocol import ModelCell, ModelSize
+from kalmix_bench.perf.peers import has_fla
+from kalmix_bench.perf.text_batches import batches, word_tokens
+from kalmix_bench.perf.timing import kernels_launched, peak_cpu
+from kalmix_bench.runner.experiment import CellStopped
+
+WARM_UP = 3  # steps between the first and the timed ones
+SLOWEST = 5.0  # seconds of a step; slower models are not timed
+RISING = 50  # steps in which the learning rate rises
+BATCHES = 16  # different batches
+
+
+class TimeLimitError(Exception):
+    """Signal that a row took too long."""
+
+
+class Trainer:
+    """Training steps of a model: forward pass under autocast, backward pass, fused AdamW.
+
+    Args:
+        model: language model on its device.
+        tokens: `[N]`, text to train on.
+        size: size of the batches, and the dtype of autocast.
+        compiled: whether `torch.compile` compiles the model, with its loss.
+    """
+
+    def __init__(self, model: nn.Module, tokens: Tensor, size: ModelSize, compiled: bool) -> None:
+        self.model, self.size = model, size
+        self.call: Callable[..., Any] = torch.compile(model) if compiled else model
+        self.device = next(model.parameters()).device
+        groups = optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1)
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / RISING))
+        windows = batches(tokens, size.seq_len, size.batch_size, str(self.device))
+        self.data = cycle(list(islice(windows, BATCHES)))
+        self.losses: list[Tensor] = []
+
+    def step(self) -> None:
+        """Take one step, without waiting for the device."""
+        tokens, dtype = next(self.data), getattr(torch, self.size.dtype)
+        with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
+            loss = self.call(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.losses.append(loss.detach())
+
+    def one_step(self) -> float:
+        """Take a step and wait for the device; return the seconds."""
+        begin = time.perf_counter()
+        self.step()
+        self.losses[-1].item()
+        return time.perf_counter() - begin
+
+    def milliseconds(self, steps: int) -> list[float]:
+        """Return the milliseconds of each of several steps, one after the other without a pause."""
+        if self.device.type == "cuda":
+            marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+            marks[0].record()
+            for mark in marks[1:]:
+                self.step()
+                mark.record()
+            torch.cuda.synchronize()
+            return [before.elapsed_time(after) for before, after in pairwise(marks)]
+        times = [time.perf_counter()]
+        for _ in range(steps):
+            self.step()
+            times.append(time.perf_counter())
+        return [1e3 * (after - before) for before, after in pairwise(times)]
+
+    def is_finite(self) -> bool:
+        """Return whether all losses and all parameters are finite."""
+        values = [*self.losses, *self.model.parameters()]
+        return bool(torch.stack([value.isfinite().all() for value in values]).all())
+
+
+def measure_row(cell: ModelCell, device: torch.device, on_prepared: Callable[[], None], limit: float) -> dict[str, Any]:
+    """Return the measurements of a row; or, as its "status" and "reason", why there are none.
+
+    Processes take their first steps side by side, except with flash-linear-attention, which times candidates for its
+    kernels then. The other steps of each process have the machine alone.
+
+    Args:
+        cell: model, mode and size.
+        device: device of the model.
+        on_prepared: called after the first step; may raise `CellStopped`.
+        limit: seconds after which the row is given up.
+    """
+    try:
+        with _time_limit(limit):
+            return _measure(cell, device, on_prepared)
+    except CellStopped:
+        raise
+    except Exception as error:
+        return {"status": _status(error), "reason": _reason(error)}
+
+
+def _measure(cell: ModelCell, device: torch.device, on_prepared: Callable[[], None]) -> dict[str, Any]:
+    tuned = cell.model.startswith("fla") and has_fla()
+    if tuned and device.type != "cuda":
+        raise ArgumentError("devices", got=device.type, expected="a GPU, on which flash-linear-attention runs")
+    tokens = word_tokens(cell.size.vocab_size)
+    with hold(alone=tuned):
+        with device:
+            model = build(cell.model, cell.size).train()
+        trainer = Trainer(model, tokens, cell.size, cell.mode == "compiled")
+        first = _without_memory(trainer.one_step)
+    if first is None:  # another process needed the memory
+        with hold(alone=True):
+            _free(trainer)
+            first = trainer.one_step()
+    _free(trainer)
+    on_prepared()
+    with hold(alone=True):
+        measurements = _steps(trainer, cell.steps)
+    return {
+        "status": "ok",
+        "layers": model.config.num_hidden_layers,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "first_step_s": first,
+        **measurements,
+        "first_loss": trainer.losses[0].item(),
+        "last_loss": trainer.losses[-1].item(),
+        "finite": trainer.is_finite(),
+    }
+
+
+def _steps(trainer: Trainer, steps: int) -> dict[str, Any]:
+    second = trainer.one_step()
+    if second > SLOWEST:
+        raise TimeLimitError(f"a step takes {second:.1f} s")
+    for _ in range(WARM_UP - 1):
+        trainer.step()
+    tokens, cuda = trainer.size.batch_size * trainer.size.seq_len, trainer.device.type == "cuda"
+    if not cuda:
+        times = trainer.milliseconds(steps)
+        ms = statistics.median(times)
+        return {
+            "ms": ms,
+            "times_ms": [round(x, 3) for x in times],
+            "tokens_per_s": 1e3 * tokens / ms,
+            "step_memory": peak_cpu(trainer.step),
+        }
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()  # weights and the state of the optimizer
+    times = trainer.milliseconds(steps)
+    ms, peak = statistics.median(times), torch.cuda.max_memory_allocated()
+    kernels, gpu_ms = kernels_launched(trainer.step)
+    return {
+        "ms": ms,
+        "times_ms": [round(x, 3) for x in times],
+        "tokens_per_s": 1e3 * tokens / ms,
+        "gpu_ms": gpu_ms,
+        "kernels": kernels,
+        "peak_memory": peak,
+        "step_memory": peak - held,
+    }
+
+
+def _without_memory(call: Callable[[], float]) -> float | None:
+    """Return the result of a call, `None` if it ran out of GPU memory."""
+    try:
+        return call()
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _free(trainer: Trainer) -> None:
+    """Return memory that no tensor uses to the GPU."""
+    trainer.optimizer.zero_grad()
+    gc.collect()
+    if trainer.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _status(error: Exception) -> str:
+    for kind, status in (
+        (ImportError, "not installed"),
+        (TimeLimitError, "too slow"),
+        (torch.OutOfMemoryError, "out of memory"),
+        (NonFiniteError, "failed"),
+        ((ArgumentError, KernelError, DesignError), "refused"),
+    ):
+        if isinstance(error, kind):
+            return status
+    return "failed"
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
