@@ -141,6 +141,19 @@ def test_compiled_decoding_of_every_layer_is_one_graph(entry, cache_type):
     assert decode_compiled([entry], cache_type) <= (1 if cache_type is StaticCache else 2)
 
 
+@pytest.mark.slow
+@torch.no_grad()
+def test_decoding_is_compiled_by_inductor():
+    """With other layouts of the state, sums of torch 2.11 write beyond their output (pytorch issue 196681)."""
+    model, ids = build(["deltanet", "deltanet"], hidden_size=32), tokens(2, 9)
+    cache = filled(model, ids[:, :6])
+    torch._dynamo.reset()
+    step = torch.compile(model.forward, fullgraph=True)
+    for t in range(6, 9):
+        found = step(ids[:, t : t + 1], past_key_values=cache, output_hidden_states=True)
+        torch.testing.assert_close(found.logits, model(ids).logits[:, t : t + 1], **CLOSE)
+
+
 def test_generate_compiles_decoding_once():
     """`generate` decodes with one graph, and again for another text whose static cache has the same size."""
     model = build("hybrid")

@@ -180,6 +180,9 @@ def _store(buffers: Any, state: Any, window: int | None, continued: bool) -> Non
         continued: whether a history begins with the slots of the buffers, followed by new tokens.
     """
     if isinstance(buffers, Tensor):
+        if state.device.type == "cpu" and torch.compiler.is_compiling():
+            # Fix the layout: in others, compiled sums over the state write beyond their output (pytorch issue 196681).
+            state = state.contiguous().as_strided(state.shape, buffers.stride())
         buffers.copy_(state)
         return
     if hasattr(buffers, "positions"):
