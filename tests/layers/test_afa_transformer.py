@@ -49,3 +49,18 @@ def test_a_state_without_magnitudes_is_refused():
     state = layer(x)[1]
     with pytest.raises(ArgumentError, match="`state` lacks magnitude"):
         layer(x, state._replace(magnitude=None))
+
+
+def test_histories_of_a_state_store_the_same_tokens():
+    layer = AFATransformerBlock(8, heads=2)
+    long, short = (layer(torch.randn(1, length, 8))[1] for length in (5, 3))
+    x = torch.randn(1, 2, 8)
+    with pytest.raises(ArgumentError, match=r"`state.direction.positions` has shape \[1, 5\]; expected \[1, 3\]"):
+        layer(x, long._replace(magnitude=short.magnitude))
+    direction = long.direction
+    for wrong in (
+        direction._replace(times=direction.times - 1),
+        direction._replace(positions=torch.tensor([[-1, 0, 1, 2, 3]])),
+    ):
+        with pytest.raises(ArgumentError, match=r"`state.direction` has other positions or times"):
+            layer(x, long._replace(direction=wrong))

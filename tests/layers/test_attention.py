@@ -203,3 +203,41 @@ def test_values_of_linear_attention_are_as_wide_as_keys():
     layer = LinearAttention(16, heads=2, head_dim=4)
     state = layer(torch.randn(1, 3, 16))[1]
     assert torch.utils._pytree.tree_leaves(state)[0].shape == (1, 2, 4, 5)  # and one column for the weights
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("checked", [True, False])
+def test_empty_slots_have_no_effect(implementation, checked):
+    layer, x = Attention(16, heads=2), torch.randn(1, 8, 16)
+    layer.implementation = implementation
+    segments = Segments.packed(torch.tensor([0, 3, 8]))
+    x[:, 1] = torch.nan  # in a slot of the first sequence; the second shares its tensors, and has an empty slot there
+    token = torch.randn(2, 1, 16)
+    with checks(checked):
+        _, state = layer(x, None, segments)
+        y, final = layer(token, state)
+        expected, _ = layer(token[1:], layer(x[:, 3:])[1])
+    torch.testing.assert_close(y[1:], expected)
+    assert y[0].isnan().all() and final.take(torch.tensor([1])).values.isfinite().all()
+
+
+def test_nan_of_a_new_token_does_not_reach_other_sequences():
+    layer, x = Attention(16, heads=2), torch.randn(1, 8, 16)
+    _, state = layer(torch.randn(2, 2, 16))
+    segments = Segments.packed(torch.tensor([0, 5, 8]))
+    expected, _ = layer(x, state, segments)
+    x[:, 0] = torch.nan
+    y, _ = layer(x, state, segments)
+    torch.testing.assert_close(y[:, 5:], expected[:, 5:])
+
+
+def test_slots_of_a_state():
+    layer = Attention(16, heads=2)
+    rows = Segments(torch.tensor([[0, 0, 8], [1, 0, 6]], dtype=torch.int32))
+    many = Segments(torch.tensor([[0, 0, 3], [0, 3, 8], [1, 0, 8]], dtype=torch.int32))
+    x = torch.randn(2, 8, 16)
+    states = [layer(x, None, segments)[1] for segments in (None, rows, many)]
+    assert [state.keys.shape[1] for state in states] == [8, 8, 16]
+    assert layer(x, states[2], many)[1].keys.shape[1] == 16 + 8
+    short = Segments(torch.tensor([[0, 0, 3], [0, 3, 8], [1, 0, 2]], dtype=torch.int32))
+    assert layer(x, states[2], short)[1].keys.shape[1] == 16 + 5

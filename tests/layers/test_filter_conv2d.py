@@ -155,6 +155,17 @@ def test_wrong_images_are_named(image: torch.Tensor, problem: str) -> None:
         FilterConv2d(1, 1, 3)(image)
 
 
+def test_autocast_does_not_convert_float64() -> None:
+    image = torch.zeros(1, 1, 4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ArgumentError, match=r"`x` has dtype torch.float64"):
+            FilterConv2d(1, 1, 3)(image.double())
+        with pytest.raises(ArgumentError, match=r"`x` has dtype torch.float32; expected torch.float64"):
+            FilterConv2d(1, 1, 3).double()(image)
+        assert FilterConv2d(1, 1, 3)(image.half()).dtype == torch.bfloat16
+        assert FilterConv2d(1, 1, 3).double()(image.double()).dtype == F64
+
+
 def test_an_empty_batch_gives_an_empty_batch() -> None:
     assert FilterConv2d(2, 3, 3)(torch.zeros(0, 2, 4, 5)).shape == (0, 3, 4, 5)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kalmix import designs, ops
 from kalmix.beliefs import HistoryBelief, detach, loadable, take, to
 from kalmix.designs import Design
+from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
@@ -21,7 +22,7 @@ from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import complex_heads
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
-from kalmix.validation import check_positive_int
+from kalmix.validation import can_check_values, check_positive_int
 
 EPS = 1e-6  # added to lengths before dividing by them
 
@@ -30,9 +31,11 @@ EPS = 1e-6  # added to lengths before dividing by them
 class AFATransformerState(NamedTuple):
     """State of an `AFATransformerBlock`: past keys and values, split into magnitudes and directions.
 
-    Each field is a `kalmix.HistoryBelief` with S slots, one per past token, for each of N sequences (batch rows, or
-    segments). An empty slot has position -1. Keys and values are in float32 (float64 for float64 inputs). Fields are
-    not checked here; `AFATransformerBlock` raises `ArgumentError` for wrong ones.
+    Each field is a `kalmix.HistoryBelief` with S slots for each of N sequences (batch rows, or segments). A call with T
+    tokens adds T slots, or B T with segments; with a window, the newest `window` slots remain. A slot has one token, or
+    is empty and has position -1. Both fields have the same positions and times. H and C are the block's numbers of
+    heads and of complex channels per head. Keys and values are in float32 (float64 for float64 inputs). Fields are not
+    checked here; `AFATransformerBlock` raises `ArgumentError` for wrong ones.
 
     Attributes:
         magnitude: Euclidean norms of the keys and values of each head. Its `keys` and `values` are `[N, S, H, 2]`: the
@@ -186,6 +189,8 @@ class AFATransformerBlock(Mixer):
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
             magnitude = self.magnitude(real, belief=None if previous is None else previous.magnitude, **options)
             direction = self.direction(units, belief=None if previous is None else previous.direction, **options)
+            if previous is not None:
+                _check_same_tokens(previous)
             sum_of_directions = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
             z = to_state_dtype(magnitude.mean[..., :1]) * _scale(
                 sum_of_directions, _length(sum_of_directions), self.output_scale
@@ -201,6 +206,22 @@ class AFATransformerBlock(Mixer):
     def project_out(self, readout: Tensor, context: Tensor | None) -> Tensor:
         """Apply output projection and MLP; set tokens outside every sequence to 0."""
         return mask_outside(self.mlp_out(F.relu(self.mlp_in(self.out_proj(readout)))), context)
+
+
+def _check_same_tokens(state: AFATransformerState) -> None:
+    """Raise `ArgumentError` unless both histories store tokens with the same positions and times in the same slots."""
+    magnitude, direction = state
+    if direction.positions.shape != magnitude.positions.shape:
+        problem = f"has shape {list(direction.positions.shape)}"
+        expected = f"{list(magnitude.positions.shape)}, as state.magnitude.positions"
+        raise ArgumentError("state.direction.positions", problem=problem, expected=expected)
+    if not can_check_values(magnitude.positions):
+        return
+    empty = magnitude.positions < 0
+    times = [history.times.masked_fill(empty, 0) for history in state]
+    if not torch.equal(magnitude.positions, direction.positions) or not torch.equal(*times):
+        problem = "has other positions or times than state.magnitude"
+        raise ArgumentError("state.direction", problem=problem, expected="a state that a call of the layer returned")
 
 
 def _length(x: Tensor) -> Tensor:

@@ -24,16 +24,18 @@ IMPLEMENTATIONS = ("sdpa", "eager")
 class AttentionState(NamedTuple):
     """Key-value cache of an `Attention` layer: S slots, each with one token or empty, for each of N sequences.
 
-    N is the batch size, or the number of segments. Slots are empty where sequences of a call have different lengths, or
-    share a batch row. Fields are not checked here; `Attention` raises `ArgumentError` for a wrong shape, dtype or
-    device.
+    N is the batch size, or the number of segments. A first call gives T slots, or B T if it has more segments than
+    batch rows. A later call adds T slots; with segments, as many as the longest one has tokens (T where values are not
+    checked, see `kalmix.checks`). Slots with tokens of other sequences are empty.
+
+    Fields are not checked here; `Attention` raises `ArgumentError` for a wrong shape, dtype or device.
 
     Attributes:
-        keys: `[N, S, kv_heads, head_dim]`, with rotary positions applied, in the dtype that the layer computes in. The
-            layer also accepts another floating-point dtype.
+        keys: `[N, S, kv_heads, head_dim]`, with rotary positions applied, in the dtype of the parameters, or of
+            autocast. The layer also accepts another floating-point dtype.
         values: `[N, S, kv_heads, head_dim]`, likewise.
         positions: int64 `[N, S]`, position of each token in its sequence, from 0; -1 for an empty slot, whose key and
-            value are ignored.
+            value have no effect, even if they are NaN.
 
     Example:
         >>> from kalmix.layers import Attention
@@ -188,15 +190,17 @@ class Attention(Mixer):
 
     def _continue(self, q: Tensor, new: AttentionState, previous: AttentionState) -> tuple[Tensor, AttentionState]:
         """Append new tokens, one row per sequence, to a state and attend to all its tokens."""
-        final = AttentionState(
-            torch.cat([previous.keys.to(new.keys.dtype), new.keys], dim=1),
-            torch.cat([previous.values.to(new.values.dtype), new.values], dim=1),
-            torch.cat([previous.positions, new.positions], dim=1),
-        )
+        keys = torch.cat([previous.keys.to(new.keys.dtype), new.keys], dim=1)
+        values = torch.cat([previous.values.to(new.values.dtype), new.values], dim=1)
+        positions = torch.cat([previous.positions, new.positions], dim=1)
+        occupied = positions >= 0
+        if not can_check_values(occupied) or not occupied.all():  # 0 times NaN is NaN
+            keys, values = (torch.where(occupied[..., None, None], x, 0) for x in (keys, values))
+        final = AttentionState(keys, values, positions)
         # Queries outside of the sequences attend to all keys; their output is not used.
         query = new.positions[..., None]
-        visible = (final.positions[:, None] >= 0) & (final.positions[:, None] <= query) | (query < 0)
-        return self._attend(q, final.keys, final.values, visible), final
+        visible = occupied[:, None] & (positions[:, None] <= query) | (query < 0)
+        return self._attend(q, keys, values, visible), final
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys and values."""

@@ -66,8 +66,8 @@ class FilterConv2d(nn.Module):
     `in` and `out` are 1 x 1 convolutions with biases. z has H heads with C complex channels, and i is the imaginary
     unit. u_pj predicts pixel p from pixel j; j runs over the n x n square around p, p included, without pixels outside
     the image. |.|^2 sums over the channels of a head. Decay, angle and variance V are functions of the vector from j to
-    p, after a linear map and a shift that each head learns (T and b in the paper); see `path_statistics` in this
-    module.
+    p, after a linear map and a shift that each head learns (T and b in the paper); see the function `path_statistics`
+    in `kalmix.layers.filter_conv2d`.
 
     If |z|^2 is much smaller than V, A does not depend on z. The layer is then a depthwise convolution with Gabor
     filters, the form in the paper. Otherwise pixel j gets a small weight if its prediction u_pj differs from z_p; no
@@ -82,7 +82,8 @@ class FilterConv2d(nn.Module):
 
     Raises:
         ArgumentError: a size is not a positive integer, or `kernel_size` is even; or, in a call, the input is not a
-            tensor of that shape, or has another dtype or device than the parameters. NaN is not checked.
+            tensor of that shape, or has another dtype or device than the parameters (under autocast, only float64 is
+            another dtype). NaN is not checked.
 
     Shape:
         Input `[B, in_channels, Y, X]`, output `[B, out_channels, Y, X]`, in the dtype of the parameters. Y and X are at
@@ -137,9 +138,9 @@ class FilterConv2d(nn.Module):
         """
         check_shape("x", x, "B C Y X", {"C": self.in_channels})
         weight = self.in_proj.weight
-        check_dtype_and_device("x", x, FLOATS, weight.device)
-        if not torch.is_autocast_enabled(weight.device.type):
-            check_dtype_and_device("x", x, (weight.dtype,), weight.device)
+        converts = torch.is_autocast_enabled(weight.device.type) and weight.dtype != torch.float64
+        dtypes = tuple(dtype for dtype in FLOATS if dtype != torch.float64) if converts else (weight.dtype,)
+        check_dtype_and_device("x", x, dtypes, weight.device)
         if x.shape[2] == 0 or x.shape[3] == 0:
             raise ArgumentError("x", problem=f"has shape {list(x.shape)}", expected="at least one row and one column")
         z = self.in_proj(x)
