@@ -1,10 +1,11 @@
 # `make train` installs torch and the extra `train`; all other targets install everything. Both need Python >= 3.11.
 PYTHON ?= python3
 VENV ?= .venv
+OLDEST ?= .venv-oldest
 BIN := $(VENV)/bin
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all lint docs bench setup clean
+.PHONY: train test test-all test-oldest lint docs bench setup clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train-installed  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
@@ -15,6 +16,9 @@ test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
 
 test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" for these alone
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
+
+test-oldest: $(OLDEST)/.installed  ## run the tests on the oldest supported torch and transformers; installs 4 GB
+	$(OLDEST)/bin/pytest -n 2 --dist worksteal $(ARGS)
 
 # pyright finds an installed package by the python of PATH.
 define TYPED
@@ -63,5 +67,10 @@ $(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml bench/pyproject.toml
 	$(PIP) -e '.[dev]' -e './bench[baselines]'
 	touch $@ $(VENV)/.train-installed
 
+$(OLDEST)/.installed: pyproject.toml bench/pyproject.toml
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 'numpy<2.4' -e '.[dev]' -e ./bench
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .ruff_cache
