@@ -47,7 +47,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded.
         head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64.
+            largest power of two that is at most D / 4 and 64, at least 2.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). All
             iterations but the last average keys instead of values, and move each query towards that average.

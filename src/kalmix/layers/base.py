@@ -45,11 +45,12 @@ class Mixer(nn.Module):
     element of y (`None` if the layer has no posterior), and the state.
 
     Most layers need an MLP after them, as attention does. Layers with `includes_mlp = True` (`KLA`, `Mamba2`,
-    `AFATransformerBlock`) gate their own output: do not add an MLP.
+    `AFATransformerBlock`) contain an MLP or replace one: do not add an MLP.
 
     `Mixer` is abstract: build a subclass. A subclass calls `super().__init__(hidden_size)`. It implements
-    `state_size(length)`, the number of floats in the state of one sequence after `length` tokens, and two methods.
-    `read` computes the read-out from x; `project_out` computes the output from the read-out:
+    `state_size(length)`, the number of floats in the state of one sequence after `length` tokens, without states of
+    convolutions and integers such as positions, and two methods. `read` computes the read-out from x; `project_out`
+    computes the output from the read-out:
 
         (mean, variance, state), context = layer.read(x, state, segments, variance)   # mean, variance: `[B, T, E]`
         y = layer.project_out(mean, context)                                          # y: `[B, T, D]`
@@ -68,17 +69,17 @@ class Mixer(nn.Module):
         TypeError: the class is abstract; or an option, or an argument of a call, is missing or has an unknown name.
         ArgumentError: an option has the wrong type or value, or the op has no kernel of that name; or, in a call, x,
             state or segments has the wrong type, shape, dtype or device, or x is not finite (most layers check this,
-            on a CPU only).
+            on a CPU only). A state of another layer is refused only if its class or shapes differ.
         KernelError: in a call, the requested kernel does not support it.
 
     Attributes:
         design: `kalmix.designs.Design`, the specification of the filter that the layer computes; `None` if no design
             describes it.
         has_posterior: whether `filter(..., variance=True)` returns a variance; if not, its variance is `None`.
-        includes_mlp: whether the layer gates its own output, so that no MLP should follow it.
-        window: largest number of past tokens that the state stores; `None` if it stores all, or sums instead of tokens.
-            Stored tokens come with a field `positions`, int64 `[N, S]` for S of them: the index of the token in its
-            sequence, or -1 for an empty slot.
+        includes_mlp: whether the layer contains an MLP or replaces one, so that no MLP should follow it.
+        window: largest number of past tokens that the state stores; `None` if it stores all tokens, or no tokens but
+            sums over them. Stored tokens come with a field `positions`, int64 `[N, S]` for S of them: the index of the
+            token in its sequence, or -1 for an empty slot.
         repr_attributes: tuple of names of attributes that `repr` shows, beside those of every layer.
 
     Example:
@@ -227,9 +228,9 @@ class Mixer(nn.Module):
             x: tokens `[B, T, D]`.
 
         Returns:
-            `[B, M, T, T]` for M heads or channels, lower triangular: entry (i, j) is the weight of token j in the
-                read-out at
-            token i. `None` if the read-out is not linear in values. Memory: O(T^2).
+            `[B, M, T, T]` for M heads or channels, lower triangular, in the dtype of x or in float32: entry (i, j) is
+            the weight of token j in the read-out at token i. `None` if the read-out is not linear in values. Memory:
+            O(T^2).
         """
         return None
 

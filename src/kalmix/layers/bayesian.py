@@ -25,8 +25,8 @@ class BayesianLayer(MemoryLayer):
 
     The layer computes from each token a process noise and a step per head, and an observation noise per group. A noise
     is a softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the
-    product of frequency and step. Each head learns a rate and a frequency for each of the K columns of its keys
-    (appendix G). The prior of a memory has mean 0 and covariance I.
+    product of frequency and step. Each head learns a rate, and with rotations a frequency, for each of the K columns of
+    its keys (appendix G). The prior of a memory has mean 0 and covariance I.
 
     q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
     by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
@@ -40,12 +40,12 @@ class BayesianLayer(MemoryLayer):
         hidden_size: D.
         heads: number of heads, G. Default: 0.75 D / K, rounded.
         head_dim: key width, K. Default: 0.75 D / heads, rounded down, if `heads` is given; otherwise the largest power
-            of two that is at most D / 4 and 128.
+            of two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
         rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
-            with row j + K, and a key multiplies the first K rows only. Otherwise R = K.
+            with row j + K, and keys and queries multiply the first K rows only. Otherwise R = K.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.
         norm_eps: epsilon of the output norm.

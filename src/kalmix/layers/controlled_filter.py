@@ -124,7 +124,7 @@ class ControlledFilter(AdaptiveFilterAttention):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded.
         head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64.
+            largest power of two that is at most D / 4 and 64, at least 2.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
         rank: rank of the map to waypoints.

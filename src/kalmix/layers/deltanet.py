@@ -61,7 +61,7 @@ class DeltaNet(DeltaLayer):
         hidden_size: D.
         heads: number of heads, G. Default: D / K, rounded.
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
-            two that is at most D / 4 and 128.
+            two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate, as published.

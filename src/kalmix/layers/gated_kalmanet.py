@@ -52,7 +52,7 @@ class GatedKalmaNet(MemoryLayer):
         key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
             g // (G / H).
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
-            two that is at most D / 4 and 128.
+            two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         decay: whether there is a forgetting gate; without it all tokens have the same weight (appendix J.2).
         gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, since

@@ -33,7 +33,7 @@ class GLA(MemoryLayer):
         hidden_size: D.
         heads: number of heads, G. Default: D / (2 K), rounded.
         head_dim: key width, K. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the largest power
-            of two that is at most D / 4 and 128.
+            of two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         conv: taps of a causal convolution over q, k and v, followed by SiLU; 0 for neither, as published.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate.

@@ -32,7 +32,7 @@ class KDA(DeltaLayer):
         key_heads: number of heads of q and k, H, a divisor of `heads`; `heads` by default. Value head g uses key head
             g // (G / H).
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
-            two that is at most D / 4 and 128.
+            two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "sigmoid" or "silu"; `None` for no gate.

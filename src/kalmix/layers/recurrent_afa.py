@@ -26,10 +26,11 @@ class RecurrentAFAState(NamedTuple):
     fields are 0 before the first token.
 
     Attributes:
-        mean: `[N, 2, H, 2 C]`, estimates z_k (index 0) and z_v (index 1): C real parts, then C imaginary parts. In
-            float32 (float64 if the inputs are float64).
-        precision: `[N, 1, H, 1]`, 1 / E|error|^2 of each complex channel of a head (sum of the variances of its real
-            and imaginary part), >= 0, in the dtype of `mean`.
+        mean: `[N, 2, H, 2 C]`, estimates z_k of the key (index 0) and z_v of the value (index 1): C real parts, then C
+            imaginary parts. In float32 (float64 if the inputs are float64).
+        precision: `[N, 1, H, 1]`, one number >= 0 per head, the same for its C channels and for z_k and z_v, in the
+            dtype of `mean`: 1 / E|error|^2, where E|error|^2 is the variance of a complex channel, real plus imaginary
+            part.
         time: float64 `[N, 1, 1, 1]`, time of the last token.
 
     Example:

@@ -45,7 +45,7 @@ def layer_specs(
     Args:
         layers: one entry per block: a mixer's name, or a mapping of its options with its name as `"mixer"`, such as
             `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            Default: none if the mixer gates its own output, otherwise `mlp`.
+            Default: none if the mixer has `includes_mlp`, otherwise `mlp`.
         hidden_size: width of the residual stream.
         heads: number of heads of mixers that have heads and do not name their number. Default: the mixer's own.
         mlp: default hidden width of MLPs. Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.

@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
         hidden_size: width D of the residual stream.
         layers: list or tuple with one entry per block: a layer's name, or a mapping with the name as `"mixer"` and its
             options, as in `KalmixConfig.layers`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            Default: 0 for layers that gate their own output, otherwise 8/3 of D, rounded up to a multiple of 8.
+            Default: 0 for layers with `includes_mlp`, otherwise 8/3 of D, rounded up to a multiple of 8.
         tie_word_embeddings: share the embedding's weight with the head.
         propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
             (section 5.5 of Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always

@@ -47,14 +47,14 @@ class KalmixConfig(PreTrainedConfig):
         layers: layer of all blocks, or a list with one layer per block. A layer is a name, a key of
             `kalmix.layers.MIXERS` such as "kla", or a mapping with the name as `"mixer"` and its options, such as
             `{"mixer": "attention", "heads": 4}`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            Default: 0 for layers that gate their own output, such as "kla" and "mamba2", otherwise
+            Default: 0 for layers with `includes_mlp`, such as "kla" and "mamba2", otherwise
             `intermediate_size`. With `layers="attention"` the model is a GPT, with "kla" a KLA model, and with
             `["attention"] * 11 + ["kla"]` the hybrid of the paper. After construction, this is a list that JSON can
             store: an option that is a `kalmix.designs.Design` or a ridge or solver of `kalmix.ops.ridge` is a mapping.
         num_hidden_layers: number of blocks. Default: the length of `layers` if it is a list, otherwise 12.
         num_attention_heads: option `heads` of all layers that have this option and do not set it. Default: each
             layer's own default.
-        intermediate_size: hidden width of the MLP of layers that do not set `"mlp"` and do not gate their own output.
+        intermediate_size: hidden width of the MLP of layers without `"mlp"` and without `includes_mlp`.
             Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.

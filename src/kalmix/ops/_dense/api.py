@@ -88,8 +88,9 @@ def dense(
         KernelError: the requested kernel is unknown or does not support the call.
 
     Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the others raise `KernelError`. Inside `torch.func` and forward mode, "reference"
-    is the default; request it for gradients of higher order.
+    derivatives and `torch.func.vmap`; the others raise `KernelError`, in the first backward pass if it has
+    `create_graph=True`. "reference" is the default inside `torch.func`, in forward mode, and for very short sequences
+    on a CPU. Pass `kernel="reference"` for gradients of higher order.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
     or inside a transform of `torch.func`. Where they are not checked, NaN in one sequence or in padding does not

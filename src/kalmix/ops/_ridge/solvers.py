@@ -58,8 +58,8 @@ class Fixed:
     """Constant ridge, the prior precision of the memory: lambda_t = value (MesaNet).
 
     Pass it as the argument `ridge` of `kalmix.ops.ridge`. It is not discounted. The op solves with H + value I, where H
-    is the discounted sum of gain k k' over past tokens. So the condition number grows with the keys, and iterative
-    solvers may need more iterations than with `Adaptive`.
+    is the discounted sum of gain k k' over the tokens so far, the current one included. So the condition number grows
+    with the keys, and iterative solvers may need more iterations than with `Adaptive`.
 
     Attributes:
         value: number > 0, the same for all tokens and heads, in the unit of gain |k|^2.
@@ -87,11 +87,11 @@ Ridge = Adaptive | Fixed
 class Chebyshev:
     """Chebyshev iteration for (H + lambda I) x = q, the system of `kalmix.ops.ridge` (Algorithm 1 of Gated KalmaNet).
 
-    Pass it as the argument `solver` of the op. H is the discounted sum of gain k k' over past tokens, so all
-    eigenvalues of H + lambda I lie in [lambda, lambda + ||H||_F]. The initial guess is q / (lambda + ||H||_F / 2). Each
-    iteration multiplies the error by about (sqrt(c) - 1) / (sqrt(c) + 1), where c = 1 + ||H||_F / lambda bounds the
-    condition number: 0.754 for `Adaptive(0.02)`, whose c is 51. All iterations run; too few give an inaccurate result
-    without an error. An iteration takes O(K^2) time per token.
+    Pass it as the argument `solver` of the op. H is the discounted sum of gain k k' over the tokens so far, the current
+    one included. So all eigenvalues of H + lambda I lie in [lambda, lambda + ||H||_F]. The initial guess is q / (lambda
+    + ||H||_F / 2). Each iteration multiplies the error by about (sqrt(c) - 1) / (sqrt(c) + 1), where c = 1 + ||H||_F /
+    lambda bounds the condition number: 0.754 for `Adaptive(0.02)`, that is lambda = 0.02 ||H||_F and c = 51. All
+    iterations run; too few give an inaccurate result without an error. An iteration takes O(K^2) time per token.
 
     Attributes:
         iterations: number of iterations after the initial guess, an integer >= 1.
@@ -171,11 +171,11 @@ class Exact:
 class Sketch:
     """Solver of `kalmix.ops.ridge` that searches a random subspace only (appendix L of Gated KalmaNet).
 
-    At each token, `ridge` solves S x = q for the query q, where S `[K, K]` is the discounted sum of k k' plus ridge I.
-    With an orthonormal basis B `[K, dim]`, a sketch uses x = B (B'S B)^{-1} B'q, the vector of the subspace with the
-    smallest error e, measured as e'S e. The columns of B are `dim` of the K cosine functions of a discrete cosine
-    transform, evenly spaced in frequency; row n is multiplied by a random sign. B depends on `seed`, K and `dim` only:
-    neither on data nor on torch's random state. With dim >= K, B has K columns, and the result is that of `solver`.
+    At each token, `ridge` solves S x = q for the query q, where S `[K, K]` is H + lambda I of `Chebyshev`. With an
+    orthonormal basis B `[K, dim]`, a sketch uses x = B (B'S B)^{-1} B'q, the vector of the subspace with the smallest
+    error e, measured as e'S e. The columns of B are `dim` of the K cosine functions of a discrete cosine transform,
+    evenly spaced in frequency; row n is multiplied by a random sign. B depends on `seed`, K and `dim` only: neither on
+    data nor on torch's random state. With dim >= K, B has K columns, and the result is that of `solver`.
 
     Kernel "triton" does not support sketches: the default is another kernel, and `ridge(..., kernel="triton")` raises
     `KernelError`.

@@ -28,26 +28,29 @@ def diagonal_fft(q: Tensor, k: Tensor, v: Tensor, *, precision: Tensor, log_deca
     its mean is eta / lambda and its variance 1 / lambda.
 
     The factors a^{-2 (t - s)} grow with the distance. A Fourier transform has an error relative to its largest result,
-    that of the last token. So the results of the first tokens lose about -2 T log_decay / ln(10) decimal digits. Use
-    this function for short sequences, slow decay and preferably float64; `kalmix.ops.diagonal` has no such limit.
+    that of the last token. So the results of the first tokens lose about -2 T log_decay / ln(10) decimal digits. Once
+    all digits are lost, they may be NaN or infinite, and variances negative, without an error. Use this function for
+    short sequences, slow decay and preferably float64; `kalmix.ops.diagonal` has no such limit.
 
     Args:
         q: `[B, T, H, K]`, queries, in float64, float32, bfloat16 or float16.
         k: `[H, K]`, key of all tokens, in the dtype of `q`.
         v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g uses key head
             g // (G / H).
-        precision: `[B, T, G, V]`, inverse variance of the observations, >= 0, in the dtype of `v` or of the belief.
-        log_decay: `[G, K, V]`, natural logarithm per token, <= 0, in the dtype of `v` or of the belief.
+        precision: `[B, T, G, V]`, inverse variance of the observations, >= 0, in the dtype of `v` or in float32
+            (float64 if `v` is).
+        log_decay: `[G, K, V]`, natural logarithm per token, <= 0, in a dtype that `precision` may have.
 
     Returns:
-        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief, and
-        the `DiagonalBelief` after the last token, `[B, G, K, V]`, in float32 (float64 if the inputs are). The variance
-        is always returned. A cell without an observation so far, or with key entry 0, has mean 0 and infinite variance.
-        A read-out has infinite variance if its query entry for such a cell is not 0.
+        `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]`, and the `DiagonalBelief` after
+        the last token, mean and variance `[B, G, K, V]`. Variances and the belief are in float32 (float64 if the inputs
+        are). The variance is always returned. A cell without an observation so far, or with key entry 0, has mean 0 and
+        infinite variance. A read-out has infinite variance if a query entry other than 0 reads a cell with infinite
+        variance.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
-            Also if the decay is so fast that a^{-2T} overflows the dtype of the belief.
+            Also if the decay is so fast that a^{-2T} overflows the dtype of the variance.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
     or inside a transform of `torch.func`.
