@@ -112,6 +112,7 @@ def test_matrices_of_another_shape_are_refused() -> None:
         ("covariance", torch.eye(2, dtype=F64).expand(5, 2, 2)),
         ("noise", torch.full((4, 2, 2), torch.nan)),
         ("count", 0),
+        ("generator", 3),
     ],
 )
 def test_wrong_arguments_of_samples_are_named(name: str, wrong: object) -> None:

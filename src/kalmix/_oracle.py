@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from kalmix.designs import Design
 from kalmix.designs.spec import check_design
+from kalmix.designs.validation import check_shared_signals
 from kalmix.errors import ArgumentError
 from kalmix.ops import OPS, OpSpec
 from kalmix.ops._shared.lowering import Signals
@@ -65,7 +66,8 @@ def oracle(
         k: keys `[B, T, H, K]`, in any of these dtypes, as are v and the signals.
         v: values `[B, T, G, V]`. G must be a multiple of H; value head g uses key head g // (G / H).
         belief: prior, a belief of the design's op, such as the one that `kalmix.filter` or an earlier call returned,
-            for N sequences. N is B, or the number of segments. Default: the prior of the op.
+            for N sequences. N is B, or the number of segments. For decay "matrix" it is a `DenseBelief`. Default: the
+            prior of the op.
         variance: also return the variance of the read-out.
         segments: `kalmix.Segments` that assign tokens to sequences. Default: each batch row is one sequence.
         **signals: the signals and options of the design, as for `kalmix.filter`: those in `design.signals` are
@@ -103,6 +105,7 @@ def oracle(
     recursion, options = op.recursion, {name: signals.pop(name) for name in design.options if name in signals}
     tokens = {"q": q, "k": k, "v": v}
     count = check_tensors(recursion, tokens, signals, segments)
+    check_shared_signals(design, v.shape[3], signals)
     no_sequences = _check_with_op(op, tokens, signals, options | {"belief": _without_rows(op, belief, count)})
     q, k = q.double(), k.double()
     if not recursion.shares_keys:

@@ -27,14 +27,20 @@ def take(belief: _B, index: Tensor) -> _B:
         index: int64 or int32 `[M]`, from 0 to N - 1, in any order, repeated or not.
 
     Raises:
-        ArgumentError: `index` is not such a tensor. Its values are not checked.
+        ArgumentError: `index` is not such a tensor, or is on another device. Its values are not checked.
     """
     if not isinstance(index, Tensor):
         raise ArgumentError("index", got=f"a {type(index).__name__}", expected="an int64 tensor [M]")
     if index.ndim != 1 or index.dtype not in (torch.int64, torch.int32):
         problem = f"has dtype {index.dtype} and shape {list(index.shape)}"
         raise ArgumentError("index", problem=problem, expected="int64 [M]")
-    return type(belief)(*(x.index_select(0, index) if isinstance(x, Tensor) else x.take(index) for x in belief))
+    return type(belief)(*(_select(x, index) if isinstance(x, Tensor) else x.take(index) for x in belief))
+
+
+def _select(x: Tensor, index: Tensor) -> Tensor:
+    if x.device != index.device:
+        raise ArgumentError("index", problem=f"is on {index.device}", expected=f"a tensor on {x.device}, as the belief")
+    return x.index_select(0, index)
 
 
 def to(belief: _B, *args: Any, **kwargs: Any) -> _B:
@@ -199,11 +205,12 @@ class HistoryBelief(NamedTuple):
     """Keys, values and times of past tokens, like a key-value cache: the belief of the op `attend`.
 
     It has S slots for each of N sequences (the batch rows, or the segments). A slot stores one token or is empty.
-    Without a belief, the op starts from 0 slots. A call with T tokens appends T slots and, with `window`, keeps the
-    newest `window` slots. With segments it appends B T slots, and those outside a sequence's own segment are empty.
+    Without a belief, the op starts from 0 slots. A call with T tokens appends T slots to each sequence; with segments,
+    B T slots, empty for tokens of other sequences. With `window`, it keeps the newest `window` tokens of each sequence.
 
-    `lengths` is the number of stored tokens, int64 `[N]`. `newest(count)` returns the belief of the newest `count`
-    tokens (an integer >= 0; all slots if there are fewer), and `compact()` removes slots that no sequence uses.
+    `lengths` is the number of stored tokens, int64 `[N]`. `newest(count)` returns the belief with the newest `count`
+    tokens (an integer >= 0) of each sequence, or all if it has fewer, in at most `count` slots, empty ones first.
+    `compact()` keeps as many slots as the longest sequence has tokens.
 
     Fields are not checked here. `attend` raises `ArgumentError` for a wrong shape, dtype or device and, where values
     are checked (see `kalmix.checks`), for NaN and infinity, in empty slots too. The order of positions is not checked.

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kalmix.designs import Design
 from kalmix.designs.spec import check_design
+from kalmix.designs.validation import check_shared_signals
 from kalmix.errors import ArgumentError, DesignError
 from kalmix.ops import OPS
 from kalmix.ops._shared.lowering import Signals
@@ -42,12 +43,12 @@ def filter(  # noqa: A001 - the public name
         obs_noise       [B, T, G]                   > 0   variance of the noise of a value
         process_noise   [B, T, G]                  >= 0   variance that is added at each token
         log_decay       [B, T, G] or [B, T, G, K]  <= 0   logarithm of the decay per token; K for decay "key" only
-        reset           [B, T, G] or [B, T, G, K]   > 0   variance that replaces the predicted one
+        reset           [B, T, G] or [B, T, G, K]   > 0   variance before the token, in place of the predicted one
         write_variance  [B, T, G]                   > 0   prior variance of a written value
         precision       [B, T, G, V]               >= 0   inverse variance of the noise of a value
 
-    For evidence "cell", `process_noise` and `log_decay` are `[G, K, V]`. For evidence "state", all signals are
-    described in `kalmix.ops.attend`; `angle` is in `kalmix.ops.dense`, and `mix` in `kalmix.ops.ridge`.
+    For evidence "cell" (with `precision`), `process_noise` and `log_decay` are `[G, K, V]`. For evidence "state", all
+    signals are described in `kalmix.ops.attend`; `angle` is in `kalmix.ops.dense`, and `mix` in `kalmix.ops.ridge`.
 
     Args:
         design: model of the state and of the observations, from `kalmix.designs` or your own.
@@ -61,13 +62,14 @@ def filter(  # noqa: A001 - the public name
         segments: `kalmix.Segments` that assign tokens to sequences; by default each batch row is one sequence.
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
         **signals: tensors in the dtype of `q`, or in float32 if that dtype has 16 bits. Those in `design.signals` are
-            required. `kalmix.ops.dense` has a larger minimum of `obs_noise`. Arguments in `design.options`, such as
-            `ridge` and `solver` of the op `ridge`, are passed to the op.
+            required. For the op `dense`, `obs_noise` has a larger minimum, which `kalmix.ops.dense` gives. Arguments in
+            `design.options`, such as `ridge` and `solver` of the op `ridge`, are passed to the op.
 
     Returns:
         `Filtered`: mean `[B, T, G, V]` in the dtype of `v`, variance or `None`, and the belief after the last token of
-        each sequence. The variance is `[B, T, G, V]` for covariance "diagonal", otherwise `[B, T, G, 1]`. Variance and
-        belief are in float32 (float64 if the inputs are).
+        each sequence. The variance, without observation noise, is `[B, T, G, V]` for covariance "diagonal", otherwise
+        `[B, T, G, 1]`. Variance and belief are in float32 (float64 if the inputs are). Mean and variance are 0 at
+        tokens outside every segment.
 
     Raises:
         DesignError: a signal is missing, or the design has no signal of that name; `variance` is requested of a design
@@ -123,11 +125,5 @@ def lower(design: Design, k: Tensor, v: Tensor, signals: Signals) -> Signals:
             raise ArgumentError(name, got=f"a {type(signals[name]).__name__}", expected="a tensor")
     if "matrix" in signals:
         raise DesignError("no op supports a transition by a matrix; use kalmix.oracle")
-    if design.evidence.columns and sizes["V"] != 1:
-        hint = f"Design {design.name!r} has one noise per column: pass each column as a value head"
-        raise ArgumentError("v", problem=f"has width {sizes['V']}", expected="width 1", hint=hint)
-    if design.transition.decay == "head" and signals["log_decay"].ndim == 4:
-        hint = f"Design {design.name!r} has one decay per head"
-        problem = f"has shape {list(signals['log_decay'].shape)}"
-        raise ArgumentError("log_decay", problem=problem, expected="[B, T, G]", hint=hint)
+    check_shared_signals(design, sizes["V"], signals)
     return OPS[design.op].lower(k, v, signals)

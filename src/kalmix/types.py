@@ -17,14 +17,14 @@ class Belief(Protocol):
 
     - `take(index)` selects sequences: `index` is an int64 or int32 tensor `[M]`, from 0 to N - 1, in any order,
       repeated or not, on the device of the belief.
-    - `to(...)` applies `Tensor.to` to its tensors. Integer tensors and the times of a history keep their dtype.
+    - `to(...)` applies `Tensor.to` to its tensors. Integer tensors and the times of a `HistoryBelief` keep their dtype.
     - `detach()` removes the autograd history.
 
     `isinstance(x, Belief)` only tests for these methods, so it is true for tensors, too.
 
     Raises:
-        ArgumentError: `index` is not an integer tensor `[M]`.
-        IndexError: an entry of `index` is outside 0 to N - 1. On a GPU, CUDA reports it.
+        ArgumentError: `index` is not such a tensor, or is on another device.
+        IndexError: on the CPU, an entry of `index` is negative or too large. On a GPU, an assertion of the device.
 
     Example:
         >>> from kalmix import Belief, PointBelief

@@ -19,7 +19,7 @@ def test_stacks_hold_blocks_of_one_width(blocks):
 def test_wrong_calls_of_a_stack_name_the_argument():
     stack, x = BlockStack([Block(8, KLA), Block(8, ATTENTION)]), torch.zeros(1, 3, 8)
     states = stack(x).states
-    for wrong in (None, x[0], x[..., :4], torch.zeros(1, 3, dtype=torch.int64)):
+    for wrong in (None, x[0], x[..., :4], x.long(), x.double(), x.bfloat16()):
         with pytest.raises(ArgumentError, match="`x`"):
             stack(wrong)
     for wrong in (states[:1], states * 2, 3, stack(x)):
@@ -27,3 +27,5 @@ def test_wrong_calls_of_a_stack_name_the_argument():
             stack(x, wrong)
     with pytest.raises(ArgumentError, match="`layout`"):
         stack(x, states, Segments.whole(1, 3))
+    with pytest.raises(ArgumentError, match="`layers` is empty"):
+        BlockStack([])(x, output_posterior=True)

@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers import PreTrainedConfig
 
 from kalmix import ArgumentError
-from kalmix.models import KalmixConfig, LanguageModel
+from kalmix.models import KalmixConfig, KalmixModel, LanguageModel
 
 from .conftest import build, tokens
 
@@ -24,6 +25,7 @@ def gpt():
         ("input_ids", {"input_ids": IDS.float()}),
         ("inputs_embeds", {"input_ids": None, "inputs_embeds": torch.randn(2, 6, 8)}),
         ("inputs_embeds", {"input_ids": None, "inputs_embeds": torch.ones(2, 6, 16, dtype=torch.int64)}),
+        ("x", {"input_ids": None, "inputs_embeds": torch.randn(2, 6, 16, dtype=torch.float64)}),
         ("past_key_values", {"past_key_values": ((IDS, IDS),)}),
         ("position_ids", {"position_ids": [0, 1]}),
         ("labels", {"labels": IDS[:, :3]}),
@@ -36,6 +38,11 @@ def gpt():
 def test_wrong_arguments_of_a_call_are_named(gpt, name, arguments):
     with pytest.raises(ArgumentError, match=f"`{name}`"):
         gpt(**{"input_ids": IDS, **arguments})
+
+
+def test_configurations_of_other_models_are_refused():
+    with pytest.raises(ArgumentError, match="`config` is a PreTrainedConfig; expected a KalmixConfig"):
+        KalmixModel(PreTrainedConfig())
 
 
 def test_labels_of_any_integer_type_give_the_same_loss(gpt):

@@ -154,6 +154,7 @@ def test_segments_can_be_made_in_compiled_and_mapped_code():
 
 
 BAD_INDICES = [[0, 1], 0, torch.tensor(1), torch.tensor([[0]]), torch.tensor([True, False]), torch.tensor([0.0])]
+BAD_INDICES.append(torch.zeros(1, dtype=torch.int64, device="meta"))
 
 
 @pytest.mark.parametrize("index", BAD_INDICES)

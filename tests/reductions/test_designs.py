@@ -228,5 +228,6 @@ def test_noises_of_another_dtype_are_named(name):
 def test_decays_per_key_are_refused_by_designs_with_one_per_head(name):
     given = signals(CATALOGUE[name])
     given |= {"log_decay": given["log_decay"][..., None].expand(B, T, G, K)}
-    with pytest.raises(ArgumentError, match=r"`log_decay` has shape.*one decay per head"):
-        kalmix.filter(CATALOGUE[name], **given)
+    for run in (kalmix.filter, kalmix.oracle):
+        with pytest.raises(ArgumentError, match=r"`log_decay` has shape.*one decay per head"):
+            run(CATALOGUE[name], **given)

@@ -65,8 +65,8 @@ def sample_backwards(
         `[n, ..., T, d]`, also for n = 1, in the dtype of `mean`.
 
     Raises:
-        ArgumentError: a tensor has another shape, dtype or device, or, on the CPU, NaN or infinity; or `count` is not a
-            positive integer.
+        ArgumentError: a tensor has another shape, dtype or device, or, on the CPU, NaN or infinity; `count` is not a
+            positive integer; or `generator` is on another device or not a `torch.Generator`.
 
     Example:
         >>> from kalmix.analysis.diffusions import sample_backwards
@@ -76,6 +76,9 @@ def sample_backwards(
     """
     _check_beliefs(mean, {"covariance": covariance, "transition": transition, "noise": noise})
     check_positive_int("count", count)
+    if generator is not None and getattr(generator, "device", None) != mean.device:
+        got = f"on {generator.device}" if isinstance(generator, torch.Generator) else f"a {type(generator).__name__}"
+        raise ArgumentError("generator", got=got, expected=f"a torch.Generator on {mean.device}")
     normal = torch.randn(count, *mean.shape, generator=generator, dtype=mean.dtype, device=mean.device)
     state = mean[..., -1, :] + _apply(root(covariance[..., -1, :, :]), normal[..., -1, :])
     path = [state]

@@ -26,7 +26,8 @@ class Transition:
     """Model of the state between two tokens: decay, rotation and process noise.
 
     `signals` and `optional` are the names of its signals, `statement` its formula, and `description` its assumption in
-    words. It is immutable. Sizes are those of `kalmix.filter`; the state is a memory S `[K, V]` per value head.
+    words. There, a_t is the decay factor, and l_t^2 is `process_noise`, the variance of each entry of W_t. A transition
+    is immutable. Sizes are those of `kalmix.filter`; the state is a memory S `[K, V]` per value head.
 
     Args:
         decay: the part of S that shares a decay factor exp(log_decay), and the shape of the signal `log_decay`.
@@ -35,14 +36,16 @@ class Transition:
             "key": a row of S at one token; `[B, T, G, K]`, or `[B, T, G]` for equal ones.
             "cell": an entry of S, with the same factor at all tokens; `[G, K, V]`.
             "matrix": no sharing: a signal `matrix` `[B, T, G, K, K]` multiplies S at each token (`kalmix.oracle` only).
-            "forgetting": S does not decay. The factor multiplies the information (inverse covariance) from past tokens;
-            `[B, T, G]`.
+            "forgetting": S does not decay, but past tokens count less: the factor multiplies their information (inverse
+            covariance); `[B, T, G]`.
             "time": the state is a complex vector per head, which decays and rotates in continuous time; `[H]`, per unit
-            of time, with a signal `frequency` `[H, C]` in radians per unit of time (`kalmix.ops.attend`).
+            of time, with a signal `frequency` `[H, C]` in radians per unit of time and optional `times`; see
+            `kalmix.ops.attend`.
         diffusion: whether a signal `process_noise` adds variance to the state at each token.
         rotation: whether an optional signal `angle` `[B, T, G, K / 2]` may rotate pairs of rows of S: row j and row
-            j + K / 2, in radians per token (`kalmix.ops.dense`). The second half of the rows is hidden: it gets no
-            process noise, and queries and keys should be 0 there. Possible with decay "none", "head" or "key".
+            j + K / 2, in radians per token (`kalmix.ops.dense`). With `angle`, the second half of the rows is hidden:
+            it gets no process noise, q and k must be 0 there (not checked), and a `log_decay` per key is
+            `[B, T, G, K / 2]`. Possible with decay "none", "head" or "key".
 
     Raises:
         DesignError: `decay` is unknown, or cannot be combined with rotation. `Design` checks other combinations.
@@ -275,8 +278,8 @@ class Design:
 
     Args:
         name: any string, for messages and tables.
-        transition: model of the state between two tokens, a `kalmix.designs.Transition`. Only `kalmix.oracle` accepts
-            a call with the decay "matrix".
+        transition: model of the state between two tokens, a `kalmix.designs.Transition`. With decay "matrix", the
+            design needs covariance "dense", and only `kalmix.oracle` can filter it.
         evidence: model of an observation, a `kalmix.designs.Evidence`.
         covariance: form in which the belief stores its uncertainty, a `kalmix.designs.Covariance`.
         equations: equations of the update in the source; text only, without effect.

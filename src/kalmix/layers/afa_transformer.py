@@ -86,20 +86,20 @@ class AFATransformerBlock(Mixer):
     are corrected; the notes on this layer in the documentation list them.
 
         q, k, v = project(x)                          H heads of C complex channels each
-        m_q = |q|,   u_q = s q / |q|                  magnitude and direction of a head; likewise for k and v
+        m_q = |q|,   u_q = s q / |q|                  magnitude and direction of a head; with the same s for k and v
         d = u_v + attend(u_q, u_k, u_v)
-        z = attend(m_q, m_k, m_v) * s' d / |d|        s, s': learned scales, one per head
+        z = attend(m_q, m_k, m_v) * s' d / |d|        s, s': learned numbers, one per head
         y = W_2 ReLU(W_1 out(z))
 
     Magnitudes are real numbers. They do not rotate, and have dynamics and noises of their own. A read-out includes the
     token itself and earlier tokens. This layer contains an MLP, so do not add one after it. It does not add x to y, as
-    no layer does: the model does that.
+    no layer does: the model does that. All projections have biases.
 
     Args:
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
         head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
-            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+            otherwise the largest power of two that is at most min(D / 4, 64), but at least 2.
         rotary_base: base of the initial frequencies of directions, > 0; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
         mlp_width: hidden width of the MLP, >= 1; 4 D by default.

@@ -270,26 +270,28 @@ class Mixer(nn.Module):
         check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
         check_bool("variance", variance)
-        read = self.read if torch.compiler.is_compiling() else self._read  # a graph must not break inside `try`
-        (mean, var, final), context = read(x, state, segments, variance and self.has_posterior, **timing)
+        (mean, var, final), context = self.try_read(x, state, segments, variance and self.has_posterior, **timing)
         return Filtered(
             self.project_out(mean, context), None if var is None else self.project_out_variance(var, context), final
         )
 
-    def _read(self, x: Tensor, *arguments: Any, **timing: Tensor | None) -> tuple[Filtered, Any]:
+    def try_read(self, x: Tensor, *arguments: Any, **timing: Tensor | None) -> tuple[Filtered, Any]:
         """Call `read`; if PyTorch refuses the dtype or device of x, raise an `ArgumentError` about it."""
+        if torch.compiler.is_compiling():  # a graph must not break inside `try`
+            return self.read(x, *arguments, **timing)
         try:
             return self.read(x, *arguments, **timing)
-        except RuntimeError:
+        except RuntimeError as error:
             weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
             weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
-            if (x.dtype, x.device) == (weight.dtype, weight.device):
+            kind = x.device.type
+            casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+            fits = x.device == weight.device and (casts or x.dtype == weight.dtype)
+            if fits or isinstance(error, torch.OutOfMemoryError):
                 raise
             problem, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
-            hint = "Convert one of them by `.to`"
-            raise ArgumentError(
-                "x", problem=f"is {problem}", expected=f"{expected}, as the parameters of the layer", hint=hint
-            ) from None
+            expected += ", as the parameters of the layer"
+            raise ArgumentError("x", problem=f"is {problem}", expected=expected, hint="Convert one of them") from None
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None

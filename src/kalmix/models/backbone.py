@@ -116,6 +116,11 @@ class KalmixPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
+    def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
+        if isinstance(config, PreTrainedConfig) and not isinstance(config, KalmixConfig):
+            raise ArgumentError("config", got=f"a {type(config).__name__}", expected="a KalmixConfig")
+        super().__init__(config, *args, **kwargs)
+
     def post_init(self) -> None:
         """Find the modules that stay in float32, then initialize the weights."""
         names = {part for name, _ in self.named_modules() for part in name.split(".")}
@@ -186,12 +191,13 @@ class KalmixModel(KalmixPreTrainedModel):
         `vocab_size - 1`; `inputs_embeds` `[B, T, D]` may replace it. Padding is marked by `attention_mask` `[B, T]`, 0
         at padding, and packed sequences by `cu_seq_lens_q`, `seq_idx` or `position_ids`. `output_hidden_states`,
         `output_attentions`, `output_beliefs`, `output_posterior` and `output_layout` request fields of the output.
-        `forward` documents all arguments. Unknown ones are ignored, as arguments of other models.
+        `forward` documents all arguments. Unknown ones, misspelt ones too, are ignored. The hidden
+        states `[B, T, D]` are in the dtype of the parameters, and have no meaning at padding.
 
     Raises:
-        ArgumentError: an option of a layer does not fit the sizes; or, in a call, an argument has the wrong shape,
-            dtype or type, both or none of `input_ids` and `inputs_embeds` are given, or a requested field does not
-            exist for a layer.
+        ArgumentError: `config` is that of another model, or an option of a layer does not fit the sizes; or, in a call,
+            an argument has the wrong shape, dtype or type, both or none of `input_ids` and `inputs_embeds` are given, a
+            requested field does not exist for a layer, or `output_attentions` is set with padding, packing or a cache.
         TypeError: `config` is not a configuration.
         IndexError: in a call on the CPU, an id is outside the vocabulary. On a GPU, this is an assertion of the device.
 

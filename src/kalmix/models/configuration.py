@@ -50,7 +50,8 @@ class KalmixConfig(PreTrainedConfig):
             Default: 0 for layers with `includes_mlp`, such as "kla" and "mamba2", otherwise
             `intermediate_size`. With `layers="attention"` the model is a GPT, with "kla" a KLA model, and with
             `["attention"] * 11 + ["kla"]` the hybrid of the paper. After construction, this is a list that JSON can
-            store: an option that is a `kalmix.designs.Design` or a ridge or solver of `kalmix.ops.ridge` is a mapping.
+            store: an option that is a `kalmix.designs.Design` or a ridge or solver of `kalmix.ops.ridge` becomes a
+            mapping, which `layers` accepts, too.
         num_hidden_layers: number of blocks. Default: the length of `layers` if it is a list, otherwise 12.
         num_attention_heads: option `heads` of all layers that have this option and do not set it. Default: each
             layer's own default.
@@ -84,7 +85,7 @@ class KalmixConfig(PreTrainedConfig):
         eos_token_id: id, or ids, of the tokens that end a text.
 
     Raises:
-        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; a value listed here has the
+        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; an argument above has the
             wrong type; a size or a count, or `num_labels`, is not positive; `norm_eps` or `initializer_range` is
             negative; `classifier_dropout` is not between 0 and 1; `layers` is empty, or has another length than
             `num_hidden_layers`. The values of a layer's options, such as a number of heads that does not divide

@@ -12,7 +12,7 @@ from kalmix.layers.base import Mixer
 from kalmix.models.blocks import Block, BlockOutput, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.types import Belief, Filtered
-from kalmix.validation import check_choice, check_shape
+from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_shape
 
 PROPAGATIONS = ("mean", "sample")
 
@@ -69,21 +69,22 @@ class StateCache(Protocol):
 class BlockStack(nn.ModuleList):
     """List of blocks that run one after the other; a `torch.nn.ModuleList`.
 
-    Call it as `stack(x, states=None, layout=None, **options)`, where x is `[B, T, D]`. `states` are those of an earlier
-    `StackOutput`, one per block, to continue; `layout` is an `InputLayout` of packed or padded sequences. It returns a
-    `StackOutput`; the options `output_states` (True by default), `output_hidden_states`, `output_beliefs` and
-    `output_posterior` (False) select its contents.
+    Call it as `stack(x, states=None, layout=None, **options)`, where x is `[B, T, D]` in the dtype of the parameters.
+    `states` are those of an earlier `StackOutput`, one per block, to continue; `layout` is an `InputLayout`
+    (`kalmix.models.segments_from_inputs`) of packed or padded sequences. It returns a `StackOutput`, whose docstring
+    names the option that requests each field: `output_states` (True by default), `output_hidden_states`,
+    `output_beliefs` and `output_posterior` (False). There is no norm after the last block.
 
     Args:
-        blocks: instances of `Block` of the same width D, from first to last.
+        blocks: instances of `Block` of the same width D, from first to last. Without blocks, the output is x.
         propagate: output of a mixer (the block's sequence layer) that the block uses in training: "mean" of its
             posterior, or one "sample", drawn per token and element with reparameterisation (section 5.5 of Kalman
             Linear Attention). The last block, blocks without a posterior, and evaluation always use the mean.
 
     Raises:
         ArgumentError: `propagate` is unknown, or `blocks` are not blocks of one width; in a call, x or a state has
-            another shape, the number of states is not that of the blocks, or `output_posterior` is set and the last
-            mixer has no posterior.
+            another shape or dtype, the number of states is not that of the blocks, or `output_posterior` is set and the
+            last mixer has no posterior.
 
     Example:
         >>> from kalmix.models.blocks import Block, layer_specs
@@ -143,13 +144,15 @@ class BlockStack(nn.ModuleList):
                 is not an `InputLayout`, or `output_posterior` is set and the last layer has no posterior.
         """
         check_shape("x", x, "B T D", {} if self.hidden_size is None else {"D": self.hidden_size})
+        check_dtype_and_device("x", x, FLOATS, x.device)
         if states is not None and (not isinstance(states, list | tuple) or len(states) != len(self)):
             got = f"has {len(states)} states" if isinstance(states, list | tuple) else f"is a {type(states).__name__}"
             raise ArgumentError("states", problem=got, expected=f"{len(self)} states, one per block")
         if layout is not None and not isinstance(layout, InputLayout):
             raise ArgumentError("layout", got=f"a {type(layout).__name__}", expected="InputLayout(segments)")
-        if output_posterior and not self.last_block.mixer.has_posterior:
-            problem = f"ends with {type(self.last_block.mixer).__name__}, which has no posterior"
+        if output_posterior and not (len(self) and self.last_block.mixer.has_posterior):
+            last = [type(mixer).__name__ for mixer in self.mixers[-1:]]
+            problem = f"ends with {last[0]}, which has no posterior" if last else "is empty"
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
         collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
         output, segments = None, None if layout is None else layout.segments

@@ -108,7 +108,8 @@ def beliefs(
 ) -> str | PathLike[str]:
     """Draw the surprisal of each token, a heat map of variances and a heat map of write gains.
 
-    Heat maps have one row per layer and a logarithmic colour scale. A variance is divided by the median of its layer.
+    Heat maps have one row per layer and a logarithmic colour scale, on which 0 is drawn as 1e-30. A variance is divided
+    by the median of its layer.
 
     Args:
         path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,

@@ -27,8 +27,8 @@ class Dynamics(NamedTuple):
 
     Fields are not checked here. `attend` raises `ArgumentError` for a wrong shape, dtype or device and, where values
     are checked (see `kalmix.checks`), for a number out of range, NaN and infinity. The dtype is that of q, k and v; if
-    that is bfloat16 or float16, float32 is accepted, too. The unit of time is that of the op's `times`. All columns of
-    a head have the same variances.
+    that is bfloat16 or float16, float32 is accepted, too. The unit of time is that of the op's `times`. A variance is
+    that of one column (a real or an imaginary part); all columns of a head have the same.
 
     Attributes:
         log_decay: `[H]`, logarithm of the decay per unit of time, <= 0: over a lag t, z is multiplied by
@@ -37,6 +37,7 @@ class Dynamics(NamedTuple):
         process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
         key_noise: `[H]`, variance of the observation noise of a key or value, >= 0; > 0 if `attend` returns a variance.
         query_noise: `[H]`, variance of the observation noise of a query, >= 0; `key_noise + query_noise` must be > 0.
+            It has an effect in the model of values, too, through the variance V in `attend`.
 
     Example:
         >>> from kalmix.ops import Dynamics
