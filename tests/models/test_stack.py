@@ -29,3 +29,14 @@ def test_wrong_calls_of_a_stack_name_the_argument():
         stack(x, states, Segments.whole(1, 3))
     with pytest.raises(ArgumentError, match="`layers` is empty"):
         BlockStack([])(x, output_posterior=True)
+
+
+def test_exhausted_memory_is_not_reported_as_a_wrong_dtype(monkeypatch):
+    stack = BlockStack([Block(8, KLA)])
+
+    def exhaust(*_arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(stack.mixers[0], "read", exhaust)
+    with pytest.raises(torch.OutOfMemoryError):
+        stack(torch.zeros(1, 3, 8, dtype=torch.float64))
