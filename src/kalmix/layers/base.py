@@ -284,14 +284,13 @@ class Mixer(nn.Module):
         except RuntimeError as error:
             weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
             weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
-            kind = x.device.type
-            casts = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
-            fits = x.device == weight.device and (casts or x.dtype == weight.dtype)
+            autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+            fits = x.device == weight.device and (autocast or x.dtype == weight.dtype)
             if fits or isinstance(error, torch.OutOfMemoryError):
                 raise
-            problem, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
+            got, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
             expected += ", as the parameters of the layer"
-            raise ArgumentError("x", problem=f"is {problem}", expected=expected, hint="Convert one of them") from None
+            raise ArgumentError("x", got=got, expected=expected, hint="Convert one of them") from None
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None
