@@ -44,6 +44,7 @@ FUSED = {  # parts of layers: arguments of the op
         *(torch.tensor([[0, 0, 3], [0, 3, 5], [1, 0, 5]]).int(), torch.tensor([[0, 0, 0, 1, 1], [2] * 5]), "silu"),
     ),
     "gated_skip": lambda: (torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.randn(4), torch.randn(2, 5, 4).half()),
+    "softplus_precision": lambda: (torch.randn(2, 5, 4).half(), 1e-4),
     "swiglu": lambda: (torch.randn(2, 5, 6),),
     "add_rms_norm": lambda: (torch.randn(2, 5, 4).half(), torch.randn(2, 5, 4), torch.ones(4), 1e-6, torch.half),
     "linear_cross_entropy": lambda: (*head(), torch.tensor([[3, -100, 6], [0, 2, 2]]), torch.float32, [True] * 3),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kalmix.layers.fused import softplus_precision
 from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
@@ -51,7 +52,7 @@ def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
 
 def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
     """Return the precision 1 / (softplus(raw) + floor) of an observation, in the dtype of beliefs."""
-    return 1 / noise_variance(raw, floor)
+    return softplus_precision(raw, floor)
 
 
 def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from forms import DEVICE, check_second_derivatives, compare_forms, form
 
-from kalmix.layers.fused import Gate, Norm, add_rms_norm, gated_skip, l2_normalize, rms_norm, swiglu
+from kalmix.layers.fused import Gate, Norm, add_rms_norm, gated_skip, l2_normalize, rms_norm, softplus_precision, swiglu
 
 pytest.importorskip("triton")
 SHAPES = [(1,), (3, 1), (2, 5, 3, 12), (4, 130), (1, 1, 2, 16)]
@@ -140,6 +140,42 @@ def test_swiglu_accepts_strided_inputs_and_has_second_derivatives():
     torch.manual_seed(0)
     compare_forms(lambda x: [swiglu(x.mT)], [torch.randn(4, 3)])
     check_second_derivatives(lambda x: [swiglu(x)], [torch.randn(3, 4)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(2, 9, 5), (3, 300), (1, 1)])
+def test_precision(shape, dtype):
+    """Small variances, too, where log(1 + exp(raw)) cancels."""
+    torch.manual_seed(0)
+    raw = (8 * torch.randn(shape)).to(DEVICE, dtype)
+    exact = raw.double().requires_grad_()
+    expected = softplus_precision(exact, 1e-4)
+    for name in ("eager", "triton"):
+        leaf = raw.clone().requires_grad_()
+        with form(name):
+            found = softplus_precision(leaf, 1e-4)
+            found.log().sum().backward()
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected.detach(), rtol=1e-5, atol=0.0)
+        (grad,) = torch.autograd.grad(expected.log().sum(), exact, retain_graph=True)
+        error = 1e-4 if dtype == torch.float32 else 0.02
+        torch.testing.assert_close(leaf.grad.double(), grad, rtol=error, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["eager", "triton"])
+def test_precision_of_extreme_numbers(name):
+    raw = torch.tensor([-torch.inf, -200.0, 200.0, torch.inf, torch.nan], device=DEVICE)
+    with form(name):
+        found = softplus_precision(raw, 0.5)
+    torch.testing.assert_close(found.tolist(), [2.0, 2.0, 1 / 200.5, 0.0, torch.nan], equal_nan=True)
+
+
+def test_precision_of_views_and_second_derivatives():
+    torch.manual_seed(0)
+    wide = torch.randn(2, 3, 8)
+    compare_forms(lambda x: [softplus_precision(x[..., 4:], 0.1)], [wide])
+    compare_forms(lambda x: [softplus_precision(x.mT, 0.1)], [wide])
+    check_second_derivatives(lambda x: [softplus_precision(x, 0.1)], [wide[0]])
 
 
 def skip_inputs(shape):

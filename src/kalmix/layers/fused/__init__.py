@@ -9,6 +9,7 @@ from kalmix.layers.fused.convolution import Packing as Packing
 from kalmix.layers.fused.convolution import short_convolution as short_convolution
 from kalmix.layers.fused.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from kalmix.layers.fused.gating import swiglu as swiglu
+from kalmix.layers.fused.precision import softplus_precision as softplus_precision
 from kalmix.layers.fused.recompute import without_storing as without_storing
 from kalmix.layers.fused.residual import add_rms_norm as add_rms_norm
 from kalmix.layers.fused.rms import Gate as Gate

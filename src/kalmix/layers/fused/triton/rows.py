@@ -19,5 +19,13 @@ def block_of_rows(width: int) -> dict[str, Any]:
 
 def split_rows(x: Tensor) -> Tensor:
     """Return `x` `[..., K]` as `[outer, inner, K]` with adjacent columns; copies it only if its strides require it."""
-    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-    return x.reshape(-1, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1])
+    return _adjacent(x).reshape(-1, x.shape[-2] if x.ndim > 1 else 1, x.shape[-1])
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """Return `x` `[..., K]` as `[rows, K]` with adjacent columns; copies it only if its strides require it."""
+    return _adjacent(x).reshape(-1, x.shape[-1])
+
+
+def _adjacent(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.layers.fused.triton.activation import activation_and_slope
+from kalmix.layers.fused.triton.rows import rows_of
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 BLOCK, ROWS, WARPS = 256, 8, 8  # columns, rows and warps of a program
@@ -57,15 +58,10 @@ def _backward_kernel(
     tl.store(partial + tl.program_id(0).to(tl.int64) * C + column, tl.sum(collected, axis=0), mask=column < C)
 
 
-def _rows(x: Tensor) -> Tensor:
-    """Return `x` `[..., C]` as `[rows, C]` with adjacent columns; copies it only if its strides require it."""
-    return (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()).reshape(-1, x.shape[-1])
-
-
 def forward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     """Return the gated sum, contiguous; see `gated_skip`."""
     y = x.new_empty(x.shape, dtype=torch.promote_types(torch.promote_types(x.dtype, z.dtype), gate.dtype))
-    x, z, gate = _rows(x), _rows(z), _rows(gate)
+    x, z, gate = rows_of(x), rows_of(z), rows_of(gate)
     rows, columns = x.shape
     Launch(
         _forward_kernel,
@@ -79,7 +75,7 @@ def forward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
 def backward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return gradients of x, z, the scale and the gate, all contiguous."""
     dx, dz, dgate = x.new_empty(x.shape), z.new_empty(z.shape), gate.new_empty(gate.shape)
-    x, z, gate = _rows(x), _rows(z), _rows(gate)
+    x, z, gate = rows_of(x), rows_of(z), rows_of(gate)
     rows, columns = x.shape
     tiles, blocks = -(-rows // ROWS), -(-columns // BLOCK)
     programs = min(tiles, max(1, MAX_PARTIALS // blocks))
