@@ -173,7 +173,7 @@ def test_values_that_are_not_finite_are_an_exit_status(kalmix, tmp_path: Path, m
 
 
 def test_unknown_names_are_errors_of_one_line(kalmix, tmp_path: Path) -> None:
-    for options in (("--rows", "klaa"), ("--preset", "huge"), ("--steps", 0), ("--hidden-size", 0)):
+    for options in (("--rows", "klaa"), ("--preset", "huge"), ("--steps", 0), ("--hidden-size", 0), ("--report",)):
         result = run(kalmix, tmp_path, *options)
         assert result.status == 2 and len(result.errors.strip().splitlines()) == 1, result.errors
 

@@ -14,6 +14,7 @@ import torch
 import typer
 from rich.console import Console
 
+from kalmix.errors import ArgumentError
 from kalmix.files import FORMAT
 from kalmix.training.provenance import provenance
 from kalmix_bench.perf.models import report
@@ -132,7 +133,9 @@ def run(
                 experiment, cells, results, torch_device, progress_factory=progress_factory, worker_config=worker_config
             )
         results.add(_row_of_failure(cell, reason) for cell, reason in (worker_config.failures or {}).items())
-    found = report.latest(results.read())
+    found = report.latest(Models().select(results.read()))
+    if report_only and not found:
+        raise ArgumentError("output", got=repr(str(output)), expected="an output folder of this command")
     for path in (results.path, *Models().report(found, output, console)):
         console.print(f"  {path}", soft_wrap=True)
     if not report_only and (missing := len(cells) - len(results.rows(cells))):
