@@ -21,6 +21,7 @@ from kalmix.ops._attend import custom_op as triton_kernel
 from kalmix.ops._attend import reference
 from kalmix.ops._attend.dynamics import Weighting
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._attend.triton import backward, forward
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
 from kalmix.types import Filtered
@@ -157,6 +158,22 @@ def test_outputs_and_gradients_match_the_reference(shape: tuple[Any, ...]) -> No
     inputs, timing = arguments(batch, length, heads, widths, own_dynamics, dtype, sequences, history)
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     check_against_float64(inputs, timing, options, segments)
+
+
+SMALL_MEMORY = [
+    (1, 66, (1, 1), (4, 4), False, torch.float32, 0, PLAIN, None),
+    (1, 66, (1, 1), (66, 66), True, torch.float32, 0, WITH_VARIANCE, None),
+]
+
+
+@pytest.mark.parametrize("shape", SMALL_MEMORY + ON_GPU if DEVICE == "cuda" else SMALL_MEMORY, ids=str)
+def test_tiles_for_99_kib_of_shared_memory_match_the_reference(
+    shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPUs of compute capability 8.6 and 8.9 get smaller tiles."""
+    for module in (backward, forward):
+        monkeypatch.setattr(module, "shared_memory", lambda device: 99 * 1024)
+    test_outputs_and_gradients_match_the_reference(shape)
 
 
 def check_against_float64(

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from kalmix.ops import OPS
+from kalmix.ops._attend.kernels import unsupported_gpu
+from kalmix.ops._shared import gpu
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
 
@@ -50,6 +52,23 @@ def test_key_width_limit_of_single_precision_exempts_bfloat16():
         row.unsupported_reason(KernelRequest("cuda", dtype, 192, 192, 64)) for dtype in (torch.float32, torch.bfloat16)
     ]
     assert "at most 128" in str(reasons[0]) and (reasons[1] is None or "Triton" in reasons[1])
+
+
+@pytest.mark.parametrize("major", [8, 9, 10, 12])
+def test_attend_refuses_blackwell(monkeypatch, major):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (major, 0))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert ("Blackwell" in str(unsupported_gpu(0))) == (major == 10)
+
+
+@pytest.mark.parametrize(("memory", "width"), [(163, 256), (99, 129), (99, 128), (227, 256)])
+def test_ridge_refuses_wide_keys_on_gpus_with_little_shared_memory(monkeypatch, memory, width):
+    monkeypatch.setattr(gpu, "gpu_shared_memory", lambda index: memory * 1024)
+    monkeypatch.setattr("kalmix.ops._shared.environment.HAS_TRITON", True)
+    row = next(kernel for kernel in OPS["ridge"].kernels if kernel.name == "triton")
+    reason = row.unsupported_reason(KernelRequest("cuda", torch.bfloat16, width, 64, 256))
+    assert (f"{memory} KiB" in str(reason)) == (width > 128 and memory < 192)
 
 
 @pytest.mark.parametrize(("width", "name"), [(7, "any"), (8, "wide"), (64, "wide")])

@@ -14,7 +14,7 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.ops import OPS, Dynamics
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.segments import Segments
-from kalmix.testing.problems import HALVES, Problem, Tensors, collect, symmetric
+from kalmix.testing.problems import HALVES, Normal, Problem, Tensors, collect, symmetric
 from kalmix.testing.tolerances import DATA
 from kalmix.types import Filtered, belief_dtype
 
@@ -99,12 +99,16 @@ class Case:
 
     def inputs(self, sequences: int | None = None) -> Tensors:
         """Return random signals and a prior, in this case's dtypes and on its device."""
-        sizes = dict(zip("BTHGKV", self.sizes, strict=True))
         generator = torch.Generator().manual_seed(self.seed)
 
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=torch.float64)
 
+        return self.inputs_from(normal, sequences)
+
+    def inputs_from(self, normal: Normal, sequences: int | None = None) -> Tensors:
+        """Return signals and a prior computed from the numbers of `normal`, a function of a shape."""
+        sizes = dict(zip("BTHGKV", self.sizes, strict=True))
         signals = self.problem.draw(normal, self.batch if sequences is None else sequences, sizes)
         dtypes = {name: self.dtype if name in HALVES else self.state_dtype for name in signals}
         dtypes |= {name: x.dtype for name, x in signals.items() if name in DATA}
@@ -130,7 +134,8 @@ class Case:
     def sizes(self) -> tuple[int, ...]:
         return (self.batch, self.length, self.key_heads, self.value_heads, self.key_width, self.value_width)
 
-    def _arguments(self, inputs: Tensors) -> dict[str, Any]:
+    def arguments(self, inputs: Tensors) -> dict[str, Any]:
+        """Return the arguments of `kalmix.filter` beside the design."""
         signals: dict[str, Any] = {name: x for name, x in inputs.items() if "." not in name}
         values = {name.removeprefix(OF_VALUES): x for name, x in inputs.items() if name.startswith(OF_VALUES)}
         if values:
@@ -144,11 +149,11 @@ class Case:
 
     def run(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """Filter by the kernel."""
-        return _filtering.filter(self.problem.design, **self._arguments(inputs), segments=segments, kernel=self.kernel)
+        return _filtering.filter(self.problem.design, **self.arguments(inputs), segments=segments, kernel=self.kernel)
 
     def op_inputs(self, inputs: Tensors) -> Tensors:
         """Return the prior and the signals as arguments of the op: noises become gains."""
-        arguments = {name: x for name, x in self._arguments(inputs).items() if name not in ("belief", "variance")}
+        arguments = {name: x for name, x in self.arguments(inputs).items() if name not in ("belief", "variance")}
         q, k, v = (arguments.pop(name) for name in "qkv")
         signals = _filtering.lower(self.problem.design, k, v, arguments)
         tensors = {name: x for name, x in signals.items() if isinstance(x, Tensor)}
@@ -156,14 +161,14 @@ class Case:
 
     def run_op(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """Call the op by the kernel, with signals from `op_inputs`."""
-        arguments = self._arguments(inputs)
+        arguments = self.arguments(inputs)
         if not self.problem.design.has_variance:
             del arguments["variance"]
         return OPS[self.op].function(**arguments, segments=segments, kernel=self.kernel)
 
     def run_oracle(self, inputs: Tensors, segments: Segments | None = None) -> Filtered:
         """Filter by the oracle, in float64."""
-        return oracle(self.problem.design, **self._arguments(inputs), segments=segments)
+        return oracle(self.problem.design, **self.arguments(inputs), segments=segments)
 
     def is_per_token(self, name: str) -> bool:
         """Return whether a signal has a token axis."""

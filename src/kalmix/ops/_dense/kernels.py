@@ -26,6 +26,7 @@ KERNELS = (
         max_key_width=128,
         triton=True,
         unsupported_gpu=unsupported_gpu,
+        interpreted=False,
         low_precision_products=True,
     ),
     Kernel(

@@ -22,6 +22,7 @@ from kalmix.validation import in_transform
 Function = Callable[..., Any]
 REFERENCE = "kernel='reference'"
 UNCOMPILED = "uncompiled code"
+IMPLEMENTATIONS: dict[Any, Function] = {}  # function of each op of `custom_op`
 
 
 def custom_op(name: str, function: Function, fake: Function) -> Any:
@@ -39,7 +40,9 @@ def custom_op(name: str, function: Function, fake: Function) -> Any:
     torch.library.impl(name, "CompositeExplicitAutograd")(function)
     torch.library.register_fake(name, fake)
     space, own = name.split("::")
-    return getattr(getattr(torch.ops, space), own).default
+    op = getattr(getattr(torch.ops, space), own).default
+    IMPLEMENTATIONS[op] = function
+    return op
 
 
 def register_filter_op(

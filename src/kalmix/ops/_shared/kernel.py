@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kalmix.ops._shared import environment
+from kalmix.ops._shared import environment, gpu
 from kalmix.types import Filtered
 from kalmix.validation import FLOATS
 
@@ -58,8 +58,11 @@ class Kernel:
             `TRANSFORMS` has derivatives of every order in both modes; others have first derivatives in reverse mode.
         triton: whether the kernel needs Triton.
         unsupported_gpu: function of a GPU's index (the current GPU's if `None`) that returns the reason why this GPU
-            cannot run the kernel, or `None` if it can. `torch.compile` must be able to trace it. Triton's interpreter
-            never runs a kernel that has one.
+            cannot run the kernel, or `None` if it can. `torch.compile` must be able to trace it.
+        narrow_key_width: maximum key width on GPUs where a program may use less than `wide_key_memory` bytes of shared
+            memory; `None` for no further limit.
+        wide_key_memory: see `narrow_key_width`.
+        interpreted: whether Triton's interpreter can run the kernel on a CPU.
         low_precision_products: whether the kernel rounds factors of matrix products to the half-precision dtype of the
             signals, as tensor cores need. Tests then allow errors of that dtype instead of float32's.
     """
@@ -76,6 +79,9 @@ class Kernel:
     features: frozenset[str] = frozenset()
     triton: bool = False
     unsupported_gpu: Callable[[int | None], str | None] | None = None
+    narrow_key_width: int | None = None
+    wide_key_memory: int = 0
+    interpreted: bool = True
     low_precision_products: bool = False
 
     def __call__(self, signals: tuple[Any, ...], *arguments: Any) -> Filtered:
@@ -100,15 +106,24 @@ class Kernel:
         interpreted = self.needs_interpreter(request) and environment.uses_triton_interpreter()
         if self.devices and request.device not in self.devices and not interpreted:
             return f"it runs on {' and '.join(self.devices)}, not on {request.device}"
-        reason = self.unsupported_gpu(request.device_index) if self.unsupported_gpu is not None else None
-        if reason is not None:
-            return reason
+        if self.unsupported_gpu is not None and request.device == "cuda":
+            reason = self.unsupported_gpu(request.device_index)
+            if reason is not None:
+                return reason
         if request.dtype not in self.dtypes:
             return f"it supports {', '.join(map(_dtype_name, self.dtypes))}, not {_dtype_name(request.dtype)}"
         if request.key_width < self.min_key_width:
             return f"the key width is {request.key_width}; it supports at least {self.min_key_width}"
         if self.max_key_width is not None and request.key_width > self.max_key_width:
             return f"the key width is {request.key_width}; it supports at most {self.max_key_width}"
+        narrow = self.narrow_key_width
+        if narrow is not None and request.key_width > narrow and request.device == "cuda":
+            available = gpu.gpu_shared_memory(request.device_index)
+            if available < self.wide_key_memory:
+                reason = (
+                    f"with {available // 1024} KiB of shared memory per program, this GPU supports at most {narrow}"
+                )
+                return f"the key width is {request.key_width}; {reason}"
         limit = self.max_single_precision_key_width if request.dtype != torch.bfloat16 else None
         if limit is not None and request.key_width > limit:
             return f"the key width is {request.key_width}; it supports at most {limit} except in bfloat16"
@@ -125,7 +140,7 @@ class Kernel:
 
     def needs_interpreter(self, request: KernelRequest) -> bool:
         """Return whether only Triton's interpreter could run `request`; dispatch runs it on explicit request alone."""
-        return self.triton and self.unsupported_gpu is None and request.device == "cpu"
+        return self.triton and self.interpreted and request.device == "cpu"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -38,6 +38,7 @@ from kalmix.ops._attend.triton.rotary import frequency_grad_buffers, rotate_back
 from kalmix.ops._attend.triton.score_gradients import DOMINANCE, add_other_keys, load_key_tile, score_gradients
 from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params
 from kalmix.ops._attend.triton.tile_sizes import key_grad_tiles, query_grad_tiles
+from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import load_rows, matmul, store_rows
 
@@ -345,7 +346,9 @@ def backward(
     grad_output = pad(grad_output, (0, padding)) if padding else grad_output
     grad_output = grad_output.unflatten(3, (slices, slice_width)).flatten(2, 3)
     float32 = {"dtype": torch.float32, "device": q.device}
-    query_tiles, key_tiles = query_grad_tiles(launch.compiled, q.dtype), key_grad_tiles(launch.compiled, q.dtype)
+    query_tiles, key_tiles = (
+        rule(launch.compiled, q.dtype, shared_memory(q.device)) for rule in (query_grad_tiles, key_grad_tiles)
+    )
     num_query_tiles, num_key_tiles = triton.cdiv(tokens, query_tiles["M"]), triton.cdiv(slots, key_tiles["N"])
     grad_q, grad_k = (torch.empty(count, n, value_heads, width, **float32) for n in (tokens, slots))
     grad_v = torch.empty(v.shape, **float32)

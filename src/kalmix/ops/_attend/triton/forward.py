@@ -35,6 +35,7 @@ from kalmix.ops._attend.triton.block_masks import (
 from kalmix.ops._attend.triton.rotary import rotate
 from kalmix.ops._attend.triton.scores import LN2, LOG2E, load_head_params, score_terms, token_precisions
 from kalmix.ops._attend.triton.tile_sizes import forward_tiles
+from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import dot_precision, load_rows, matmul, store_rows
@@ -230,7 +231,7 @@ def forward(
     output = torch.empty(*q.shape[:2], *value.shape[2:], **float32)
     max_scores, weight_sums = (torch.empty(*launch.grid[::-1], queries.blocks * block, **float32) for _ in range(2))
     log_precision = torch.empty(q.shape[:3] if variance else (0,), **float32)
-    tile = forward_tiles(launch.compiled, dtype)
+    tile = forward_tiles(launch.compiled, dtype, shared_memory(k.device))
     args = (
         q, k, value, times, rank, *queries, *keys, head_params, output, max_scores, weight_sums, log_precision,
         *launch.sizes,

@@ -42,10 +42,10 @@ from kalmix.ops._diagonal.triton.plan import (
     channels_per_warp,
     is_ragged,
     locate_tile,
-    num_multiprocessors,
     plan_tiles,
     tile_size,
 )
+from kalmix.ops._shared.gpu import num_multiprocessors
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import contiguous_rows

@@ -55,11 +55,6 @@ def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, pl
     return TilePlan(size, len(tile_table), len(tile_table), tile_table, tile_ranges, length <= size)
 
 
-def num_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a GPU; on the CPU that of an H100, so that tests use the same tiles."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-
-
 def tile_size(length: int, warps: int, resident: int) -> int:
     """Return the tokens per tile.
 

@@ -107,7 +107,7 @@ def backward(
         ), {**features, **options, **s.sizes}).run()  # fmt: skip
     adjoints = torch.empty(states.shape, **like)
     grad_prior = torch.empty(grad_final.shape, dtype=grad_final.dtype, device=v.device)
-    plan = scan_options(tiling.num_sequences, heads, s.sizes, v.dtype, 3)
+    plan = scan_options(tiling.num_sequences, v, s.sizes, 3)
     options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}
     Launch(scan_memory_backward, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, exit_map, local_grads, grad_mean, dv, adjoints, grad_final, grad_prior, s.from_start, s.tile_decay,

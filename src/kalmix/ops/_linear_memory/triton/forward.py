@@ -11,6 +11,7 @@ from torch import Tensor
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import join_subtiles
+from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.decay_products import head_decays
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precision
@@ -133,7 +134,7 @@ def strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[1:3]]
 
 
-def scan_options(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch.dtype, signals: int) -> dict[str, int]:
+def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int) -> dict[str, int]:
     """Return the options of a kernel that scans memories: columns per program, and pipeline stages.
 
     Few columns give programs for every multiprocessor, and leave shared memory for prefetched tiles. A tile needs room
@@ -143,9 +144,10 @@ def scan_options(sequences: int, heads: int, sizes: dict[str, Any], dtype: torch
     """
     keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
     values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
-    while values > 32 and sequences * heads * -(-width // values) < 128:
+    while values > 32 and sequences * v.shape[2] * -(-width // values) < 128:
         values //= 2
-    available = 232_448 // dtype.itemsize // (2 if dtype == torch.float32 else 1) - keys * values
+    element = 8 if v.dtype == torch.float32 else v.dtype.itemsize
+    available = shared_memory(v.device) // element - keys * values
     stages = available // (sizes["SIZE"] * (signals * keys + 2 * values))
     return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
 
@@ -205,7 +207,7 @@ def forward(
         ), {**features, "PRECOMPUTED": s.per_key, "num_warps": 4, **s.sizes}).run()  # fmt: skip
     else:
         errors = v
-    plan = scan_options(tiling.num_sequences, heads, s.sizes, v.dtype, 2)
+    plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
     options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "num_warps": 4}
     Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.writes, error_keys, initial_errors, errors, states, prior, final, s.to_end, s.tile_decay,

@@ -36,8 +36,8 @@ class Launch(NamedTuple):
 
 
 def is_dry_run() -> bool:
-    """Return whether `Launch.run` compiles kernels instead of launching them."""
-    return _LAUNCHER.get() is _compile
+    """Return whether `Launch.run` does something else than launching the kernel."""
+    return _DRY_RUN.get()
 
 
 def launch_on_side_stream(launch: Launch) -> Callable[[], None]:
@@ -49,7 +49,7 @@ def launch_on_side_stream(launch: Launch) -> Callable[[], None]:
     Returns:
         A function that makes the current stream wait for the kernel.
     """
-    if knobs.runtime.interpret:
+    if knobs.runtime.interpret or is_dry_run():
         launch.run()
         return lambda: None
     current, side = torch.cuda.current_stream(), _high_priority_stream(torch.cuda.current_device())
@@ -68,11 +68,14 @@ def precompile(function: Callable[..., object], *arguments: Any) -> None:
     """Call `function` as a dry run that compiles all kernels it would launch, unless a similar call has done so.
 
     Calls are similar if their tensors agree in dtype, in all sizes from the third on, and in the first two sizes
-    rounded up to powers of two, and if all other arguments are equal.
+    rounded up to powers of two, and if all other arguments are equal. In a dry run, `function` is called in any case.
     """
+    if is_dry_run():
+        function(*arguments)
+        return
     key = (function, *(_size_class(x) if isinstance(x, Tensor) else x for x in arguments))
     if key not in _PRECOMPILED and not knobs.runtime.interpret:
-        with _dry_run():
+        with _compilation():
             function(*arguments)
         _PRECOMPILED.add(key)
 
@@ -147,6 +150,7 @@ def _load(future: Future[Any]) -> None:
 
 
 _LAUNCHER: ContextVar[Callable[[Launch], Any]] = ContextVar("launcher", default=_launch)
+_DRY_RUN: ContextVar[bool] = ContextVar("dry_run", default=False)
 _PRECOMPILED: set[Any] = set()  # keys of calls in `precompile`
 _LAUNCH_CACHE: dict[Any, list[_CachedLaunch]] = {}
 
@@ -161,11 +165,22 @@ def _use_launcher(launcher: Callable[[Launch], Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _dry_run() -> Iterator[None]:
+def dry_run(launcher: Callable[[Launch], object]) -> Iterator[None]:
+    """Call `launcher` instead of launching kernels; the code inside must not use their results."""
+    previous = _DRY_RUN.set(True)
+    try:
+        with _use_launcher(launcher):
+            yield
+    finally:
+        _DRY_RUN.reset(previous)
+
+
+@contextmanager
+def _compilation() -> Iterator[None]:
     """Compile kernels instead of launching them, in 32 threads; wait for all of them on exit."""
     device = torch.cuda.current_device()
     pool = ThreadPoolExecutor(32, "compile", torch.cuda.set_device, (device,))
-    with pool, triton.AsyncCompileMode(pool), _use_launcher(_compile):
+    with pool, triton.AsyncCompileMode(pool), dry_run(_compile):
         yield
 
 

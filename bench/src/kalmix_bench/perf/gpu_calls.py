@@ -1,0 +1,172 @@
+"""Calls of ops and of layer parts, on meta tensors, that together reach the branches of their launch rules."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.filtering import lower
+from kalmix.layers import fused
+from kalmix.ops import OPS, ConjugateGradient
+from kalmix.segments import segments_without_checks
+from kalmix.testing.cases import PROBLEMS, Case
+
+DTYPES = (torch.bfloat16, torch.float32)
+SHAPES = ((2, 256), (128, 256), (2, 32), (8, 2048))  # sequences and tokens; the first two are the core
+FEATURE_WIDTH = 128  # width at which features and options are varied, one by one
+ABSENT = {
+    "additive": ("log_decay", "gain"),
+    "delta": ("log_decay",),
+    "dense": ("log_decay",),
+    "ridge": ("log_decay", "gain", "mix"),
+}  # signals that a call may lack
+OPTIONS: dict[str, tuple[dict[str, Any], ...]] = {
+    "attend": ({"causal": False}, {"weight": "exponential"}, {"window": 32}),
+    "ridge": ({"solver": ConjugateGradient(10)},),
+}
+NormWidths = ((128, 128), (64, 512), (1024, 1024), (8192, 8192))  # columns normalised together, and of the weight
+
+
+class OpCall(NamedTuple):
+    """Call of a Triton kernel.
+
+    Attributes:
+        case: problem, dtype and sizes.
+        packed: whether segments are given.
+        variance: whether the variance is requested.
+        absent: signal that is not given.
+        options: further arguments of the op.
+    """
+
+    case: Case
+    packed: bool = False
+    variance: bool = False
+    absent: str = ""
+    options: dict[str, Any] = {}  # noqa: RUF012 - never modified
+
+    def __str__(self) -> str:
+        x = self.case
+        sizes = f"{x.name} {x.dtype} {x.sizes}"
+        return f"{sizes} {'packed ' * self.packed}{'variance ' * self.variance}{'-' * bool(self.absent)}{self.absent}"
+
+    def run(self) -> None:
+        """Run the op, forward and backward, on meta tensors."""
+        case, segments = self.case.with_changes(device="meta"), None
+        if self.packed:
+            segments = segments_without_checks(torch.empty(3, 3, dtype=torch.int32, device="meta"))
+        with torch.device("meta"):
+            inputs = case.inputs_from(_empty, None if segments is None else segments.count)
+        inputs = {name: x.requires_grad_("times" not in name and x.is_floating_point()) for name, x in inputs.items()}
+        arguments = case.arguments(inputs)
+        belief, fixed = arguments.pop("belief"), {name: arguments.pop(name) for name in case.problem.options}
+        arguments.pop("variance")
+        q, k, v = (arguments.pop(name) for name in "qkv")
+        signals = lower(case.problem.design, k, v, arguments) | fixed | self.options
+        signals.pop(self.absent, None)
+        if case.problem.design.has_variance:
+            signals["variance"] = self.variance
+        belief = belief if self.options.get("causal", True) else None
+        result = OPS[case.op].function(q, k, v, **signals, belief=belief, segments=segments, kernel=case.kernel)
+        _differentiate([result.mean, result.variance, *(result.belief or ())], list(inputs.values()))
+
+
+def calls(widths: list[int], core: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """Return calls: the op or "fused", a description, and a function that calls it on meta tensors.
+
+    Args:
+        widths: widths of keys and values.
+        core: leave out short and long sequences, features and options.
+    """
+    for name in PROBLEMS:
+        for call in _op_calls(name, widths, core):
+            if call.case.unsupported_reason is None:
+                yield call.case.op, str(call), call.run
+    for dtype in DTYPES:
+        for name, function in FUSED.items():
+            yield "fused", f"{name} {dtype}", partial(function, dtype)
+
+
+def _op_calls(name: str, widths: list[int], core: bool) -> Iterator[OpCall]:
+    problem = PROBLEMS[name]
+    base = Case(name, "triton", "cuda", torch.bfloat16, 2, 256, 2, 2, 64, 64)
+    yield OpCall(base.with_changes(dtype=torch.float16))
+    yield OpCall(base.with_changes(length=255, key_width=50, value_width=70))
+    for dtype, width in itertools.product(DTYPES, widths):
+        case = base.with_changes(dtype=dtype, key_width=width, value_width=width)
+        for batch, length in SHAPES[:2] if core else SHAPES:
+            yield OpCall(case.with_changes(batch=batch, length=length))
+        if width != FEATURE_WIDTH:
+            continue
+        yield OpCall(case.with_changes(value_width=512))
+        if problem.design.has_variance:
+            yield OpCall(case, variance=True)
+        if core:
+            continue
+        yield OpCall(case, packed=True)
+        yield OpCall(case.with_changes(value_heads=4))
+        for absent in ABSENT.get(problem.design.op, ()):
+            yield OpCall(case, absent=absent)
+        for options in OPTIONS.get(problem.design.op, ()):
+            yield OpCall(case, options=options)
+
+
+def _empty(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.float64)
+
+
+def _differentiate(outputs: list[Tensor | None], inputs: list[Tensor]) -> None:
+    total = sum(x.float().sum() for x in outputs if x is not None and x.requires_grad)
+    assert isinstance(total, Tensor)
+    torch.autograd.grad(total, [x for x in inputs if x.requires_grad], allow_unused=True)
+
+
+def _draw(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta", requires_grad=True) for shape in shapes]
+
+
+def _l2_normalize(dtype: torch.dtype) -> None:
+    for width in (16, 64, 128, 256):
+        x = _draw(dtype, (2, 64, 8, width))
+        _differentiate([fused.l2_normalize(x[0])], x)
+
+
+def _rms_norm(dtype: torch.dtype) -> None:
+    for width, columns in NormWidths:
+        x, gate, weight = _draw(dtype, (2, 64, columns), (2, 64, columns), (columns,))
+        for chosen in (None, fused.Gate(gate), fused.Gate(gate, first=True)):
+            _differentiate([fused.rms_norm(x, weight, fused.Norm(width, 1e-5), chosen)], [x, weight, gate])
+        _differentiate([*fused.add_rms_norm(x, gate, weight, 1e-5)], [x, gate, weight])
+
+
+def _gates(dtype: torch.dtype) -> None:
+    x, z, scale, gate = _draw(dtype, (2, 64, 1024), (2, 64, 1024), (1024,), (2, 64, 1024))
+    _differentiate([fused.swiglu(x)], [x])
+    _differentiate([fused.gated_skip(x, z, scale, gate)], [x, z, scale, gate])
+
+
+def _short_convolution(dtype: torch.dtype) -> None:
+    for channels in (64, 3072):
+        x, weight, bias, state = _draw(dtype, (2, 256, channels), (channels, 4), (channels,), (2, 3, channels))
+        for activation in (None, "silu"):
+            _differentiate([*fused.short_convolution(x, weight, bias, state, None, activation)], [x, weight, bias])
+
+
+def _cross_entropy(dtype: torch.dtype) -> None:
+    # On the CPU: the function disables autocast, which the device "meta" does not have.
+    hidden, weight = (torch.zeros(n, 16, dtype=dtype, requires_grad=True) for n in (128, 32000))
+    targets = torch.zeros(128, dtype=torch.int64)
+    _differentiate([fused.linear_cross_entropy(hidden, weight, targets)], [hidden, weight])
+
+
+FUSED: dict[str, Callable[[torch.dtype], None]] = {
+    "l2_normalize": _l2_normalize,
+    "rms_norm": _rms_norm,
+    "gates": _gates,
+    "short_convolution": _short_convolution,
+    "cross_entropy": _cross_entropy,
+}

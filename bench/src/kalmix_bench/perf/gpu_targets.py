@@ -1,0 +1,211 @@
+"""Compile the Triton kernels for GPUs that this machine lacks, and check the memory that they need.
+
+    python -m kalmix_bench.perf.gpu_targets                               # shared memory, all ops, four GPUs
+    python -m kalmix_bench.perf.gpu_targets --cubin --gpus sm_89 --parts delta   # also registers, by ptxas
+
+Ops and parts of layers run on meta tensors, so the library's own rules choose kernels and options. No kernel runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import multiprocessing
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton._C import libtriton
+from triton._C.libtriton import ir, passes
+from triton.backends import nvidia
+from triton.backends.nvidia.compiler import get_ptx_version_from_options
+
+from kalmix.training.provenance import provenance
+from kalmix_bench.perf.gpu_calls import calls
+from kalmix_bench.perf.gpu_simulation import GPUS, Collector, Configuration
+
+MAX_TENSOR_MEMORY = 512  # columns
+
+
+class Resources(NamedTuple):
+    """Resources of a compiled kernel.
+
+    Attributes:
+        shared: bytes of shared memory per program.
+        tensor_memory: columns of tensor memory (Blackwell).
+        registers: registers per thread; 0 if not compiled to machine code.
+        stack: bytes of local memory per thread, where registers are spilled.
+        error: why it does not compile, or "".
+    """
+
+    shared: int = 0
+    tensor_memory: int = 0
+    registers: int = 0
+    stack: int = 0
+    error: str = ""
+
+    def problem(self, gpu: str) -> str | None:
+        """Return why the kernel cannot run on a GPU, or `None` if it can."""
+        limit = GPUS[gpu].shared_memory
+        if self.error:
+            return f"does not compile: {self.error}"
+        if self.shared > limit:
+            return f"needs {self.shared} bytes of shared memory; a program may use {limit}"
+        if self.tensor_memory > MAX_TENSOR_MEMORY:
+            return f"needs {self.tensor_memory} columns of tensor memory; there are {MAX_TENSOR_MEMORY}"
+        return None
+
+
+class _AllocatedError(Exception):
+    """End of a compilation, once memory is allocated."""
+
+
+def _allocate_only(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
+    """Replace the stage that generates LLVM code by its first passes, which allocate memory."""
+
+    def allocate(module: Any, metadata: dict[str, Any]) -> None:
+        manager, version = ir.pass_manager(module.context), get_ptx_version_from_options(options, backend.target.arch)
+        passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+        passes.ttgpuir.add_allocate_warp_groups(manager)
+        passes.convert.add_scf_to_cf(manager)
+        passes.gluon.add_inliner(manager)
+        libtriton.nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, capability, version)
+        libtriton.nvidia.passes.ttnvgpuir.add_allocate_tensor_memory(manager)
+        manager.run(module, "allocate")
+        raise _AllocatedError(module.get_int_attr("ttg.shared"), module.get_int_attr("ttg.tensor_memory_size") or 0)
+
+    stages["llir"] = allocate
+
+
+def allocate(configuration: Configuration) -> Resources:
+    """Compile until memory is allocated: a tenth of the time of `assemble`, but LLVM and ptxas do not run."""
+    triton.knobs.runtime.add_stages_inspection_hook = _allocate_only
+    triton.knobs.compilation.always_compile = True
+    try:
+        configuration.compile()
+    except _AllocatedError as end:
+        return Resources(*end.args)
+    raise AssertionError("Triton skipped the stage that allocates memory")
+
+
+def assemble(configuration: Configuration) -> Resources:
+    """Compile to machine code."""
+    kernel = configuration.compile()
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        tool = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
+        report = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", report)[-1]) for name in ("REG", "STACK"))
+    return Resources(kernel.metadata.shared, kernel.metadata.tmem_size or 0, registers, stack)
+
+
+def compile_all(
+    found: dict[str, Configuration], compile_one: Callable[[Configuration], Resources], store: Path, processes: int = 2
+) -> dict[str, Resources]:
+    """Compile configurations, each in a process of its own, because a failed assertion in Triton ends the process.
+
+    Args:
+        found: configurations by key.
+        compile_one: `allocate` or `assemble`.
+        store: JSON lines of earlier results, which are not computed again; new results are added.
+        processes: how many run at a time.
+    """
+    store.parent.mkdir(parents=True, exist_ok=True)
+    store.touch()
+    kind, context = compile_one.__name__, multiprocessing.get_context("fork")
+    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    known = {x["key"]: Resources(*x["resources"]) for x in lines if x["kind"] == kind}
+    waiting, running = [key for key in found if key not in known], dict[Connection, tuple[str, Any]]()
+    while waiting or running:
+        while waiting and len(running) < processes:
+            key, (receiver, sender) = waiting.pop(0), context.Pipe(duplex=False)
+            process = context.Process(target=_compile_in_child, args=(compile_one, found[key], sender))
+            process.start()
+            sender.close()
+            running[receiver] = key, process
+        for receiver in wait(list(running)):
+            key, process = running.pop(receiver)  # pyright: ignore[reportArgumentType, reportCallIssue]
+            try:
+                known[key] = receiver.recv()  # pyright: ignore[reportAttributeAccessIssue]
+            except EOFError:
+                process.join()
+                known[key] = Resources(error=f"Triton ended the process with signal {-(process.exitcode or 0)}")
+            process.join()
+            with store.open("a") as file:
+                file.write(json.dumps({"key": key, "kind": kind, "resources": known[key]}) + "\n")
+    return {key: known[key] for key in found}
+
+
+def _compile_in_child(compile_one: Callable[[Configuration], Resources], configuration: Configuration, to: Any) -> None:
+    silent = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silent, 1)
+    os.dup2(silent, 2)  # Triton prints the whole module
+    try:
+        resources = compile_one(configuration)
+    except Exception as error:
+        resources = Resources(error=(str(error) or type(error).__name__)[-300:])
+    to.send(resources)
+    to.close()
+    os._exit(0)
+
+
+def summarize(collector: Collector, results: dict[str, Resources]) -> list[dict[str, Any]]:
+    """Return one row per part and GPU: configurations, largest needs, refusals, and configurations that cannot run."""
+    found, rows = collector.found, []
+    for gpu, part in sorted({*((x.gpu, x.part) for x in found.values()), *(x[:2] for x in collector.refused)}):
+        keys = [key for key, x in found.items() if (x.gpu, x.part) == (gpu, part)]
+        refusals = {reason for (*place, _), reason in collector.refused.items() if place == [gpu, part]}
+        row: dict[str, Any] = {"gpu": gpu, "part": part, "configurations": len(keys), "refused": sorted(refusals)}
+        if keys:
+            largest = max(keys, key=lambda key: results[key].shared)
+            row |= {"limit": GPUS[gpu].shared_memory, "largest_shared": results[largest].shared}
+            row |= {"kernel": found[largest].kernel}
+            row |= {name: max(getattr(results[key], name) for key in keys) for name in ("registers", "stack")}
+        problems = ((found[key], results[key].problem(gpu)) for key in keys)
+        row["problems"] = [{"kernel": x.kernel, "call": x.call, "problem": y} for x, y in problems if y is not None]
+        rows.append(row)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", nargs="+", default=["sm_80", "sm_89", "sm_90", "sm_100"], choices=GPUS)
+    parser.add_argument("--parts", nargs="+", help="ops, or `fused`; default: all")
+    parser.add_argument("--widths", nargs="+", type=int, default=[16, 32, 64, 128, 256])
+    parser.add_argument("--core", action="store_true", help="two shapes, all signals present, no packing")
+    parser.add_argument("--cubin", action="store_true", help="compile to machine code, which takes ten times longer")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--store", type=Path, default=Path("build/gpu-targets.jsonl"), help="results of earlier runs")
+    parser.add_argument("--output", type=Path, help="JSON file of the summary")
+    arguments = parser.parse_args()
+    collector, started = Collector(arguments.gpus), time.perf_counter()
+    for part, call, function in calls(arguments.widths, arguments.core):
+        if arguments.parts is None or part in arguments.parts:
+            collector.run(part, call, function)
+    print(f"{len(collector.found)} configurations, {time.perf_counter() - started:.0f} s", flush=True)
+    compile_one = assemble if arguments.cubin else allocate
+    results = compile_all(collector.found, compile_one, arguments.store, arguments.processes)
+    rows = summarize(collector, results)
+    for row in rows:
+        need = f"{row['largest_shared']:7d} of {row['limit']} bytes ({row['kernel']})" if "kernel" in row else ""
+        print(f"{row['gpu']:7s} {row['part']:10s} {row['configurations']:5d} {need}, {len(row['problems'])} problems")
+        for text in (*row["refused"], *(" ".join(problem.values()) for problem in row["problems"])):
+            print("   ", text)
+    if arguments.output is not None:
+        command = {name: x for name, x in vars(arguments).items() if name not in ("store", "output", "processes")}
+        origin = {"date": str(datetime.date.today()), **provenance(torch.device("cpu"))}
+        arguments.output.write_text(json.dumps({**origin, "command": command, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""Triton kernels fit the shared memory of GPUs that this machine lacks.
+
+Each test is a process of its own, because Triton's interpreter is on in this one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+SCAN = """
+import torch
+from kalmix.testing.cases import Case
+from kalmix_bench.perf.gpu_calls import OpCall
+from kalmix_bench.perf.gpu_simulation import Collector
+from kalmix_bench.perf.gpu_targets import Resources, compile_all, allocate
+from pathlib import Path
+
+case = Case("delta", "triton", "cuda", torch.bfloat16, 2, 256, 2, 2, 128, 128)
+collector = Collector(["sm_89", "sm_90", "sm_100"])
+collector.run("delta", "", OpCall(case).run)
+found = {key: x for key, x in collector.found.items() if x.kernel == "scan_memory_backward"}
+stages = {x.gpu: x.options["STAGES"] for x in found.values()}
+assert stages == {"sm_89": 1, "sm_90": 3, "sm_100": 3}, stages
+results = compile_all(found, allocate, Path("results.jsonl"))
+for key, x in found.items():
+    assert results[key].shared > 0 and results[key].problem(x.gpu) is None, (x, results[key])
+    if x.gpu == "sm_90":
+        assert "shared memory" in results[key].problem("sm_89")
+collector.run("attend", "", OpCall(Case("attend", "triton", "cuda", torch.bfloat16, 1, 99, 1, 1, 64, 64)).run)
+assert [gpu for gpu, *_ in collector.refused] == ["sm_100"], collector.refused
+"""
+
+
+def run(folder: Path, *arguments: str) -> str:
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    process = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr[-3000:]
+    return process.stdout
+
+
+def test_rules_choose_tiles_that_fit_the_gpu(tmp_path: Path) -> None:
+    run(tmp_path, "-c", SCAN)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["sm_80", "sm_89", "sm_100"])
+def test_linear_memories_fit_every_gpu(gpu: str, tmp_path: Path) -> None:
+    output = run(
+        tmp_path, "-m", "kalmix_bench.perf.gpu_targets", "--core", "--gpus", gpu, "--parts", "delta", "--widths", "128"
+    )
+    assert ", 0 problems" in output
