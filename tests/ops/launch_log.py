@@ -41,5 +41,6 @@ def log_launches(monkeypatch: pytest.MonkeyPatch) -> dict[bool, set[Any]]:
     monkeypatch.setattr(knobs.runtime, "interpret", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(compile_and_launch, "_PRECOMPILED", set())
+    monkeypatch.setattr(compile_and_launch, "_LAUNCH_CACHE", {})
     monkeypatch.setattr(compile_and_launch.Launch, "run", record)
     return log

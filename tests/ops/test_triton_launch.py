@@ -11,16 +11,25 @@ pytest.importorskip("triton")
 from launch_log import import_kernels
 from triton import knobs
 
-from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief
+from kalmix.beliefs import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief
+from kalmix.ops._attend.api import empty_belief
+from kalmix.ops._attend.custom_op import attend
+from kalmix.ops._attend.dynamics import Dynamics, Weighting
+from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._dense import custom_op as fused
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._diagonal.custom_op import diagonal
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._linear_memory.custom_op import filter_memory
+from kalmix.ops._ridge.custom_op import ridge
+from kalmix.ops._ridge.signals import RidgeSignals
+from kalmix.ops._ridge.solvers import Adaptive, Chebyshev
 from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_cached, precompile
 from kalmix.segments import Segments
+
+SIZES = {"N": 3, "H": 2, "K": 4, "G": 2, "V": 4}
 
 
 class Binary:
@@ -55,6 +64,24 @@ def log(monkeypatch):
     monkeypatch.setattr(compile_and_launch, "_PRECOMPILED", set())
     monkeypatch.setattr(compile_and_launch, "_LAUNCH_CACHE", {})
     return []
+
+
+def attend_signals(q, k, v):
+    """Return signals with a decay, noises and frequencies for 2 heads of 4 columns."""
+    ones = torch.ones(2)
+    dynamics = Dynamics(-ones, torch.ones(2, 2), ones, ones, ones)
+    return AttendSignals(q, k, v, None, dynamics, None, Weighting(ones, ones, ones, True, None, True))
+
+
+def test_cached_launches_are_not_precompiled(log):
+    calls = []
+
+    def call(x):
+        Launch(Kernel(log), (len(x),), (x, 3), {"SIZE": 4}).run()
+
+    for _ in range(2):
+        launch_cached(call, torch.zeros(3, 5), dry_run=lambda x: calls.append(len(x)))
+    assert calls == [3]
 
 
 def test_precompile_compiles_once_per_size_class_and_launches_nothing(log):
@@ -147,7 +174,7 @@ def test_dry_run_compiles_every_launched_kernel(log, monkeypatch, op, decay, wid
     assert compiled == launched
 
 
-@pytest.mark.parametrize("op", ["additive", "delta", "dense", "diagonal"])
+@pytest.mark.parametrize("op", ["additive", "attend", "delta", "dense", "diagonal", "ridge"])
 def test_packed_sequences_of_other_lengths_reuse_cached_launches(log, monkeypatch, op):
     """Integers that Triton compiles for must not depend on values of tensors."""
     monkeypatch.setattr(compile_and_launch, "_compile", lambda step: None)
@@ -164,6 +191,11 @@ def test_packed_sequences_of_other_lengths_reuse_cached_launches(log, monkeypatc
             cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, 3, 2, 5, 5))
             signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
             diagonal(signals, belief, segments, False)
+        elif op == "ridge":
+            belief = RidgeBelief(*torch.zeros(2, 3, 2, 5, 5))
+            ridge(RidgeSignals(*inputs, -ones, ones, None), belief, segments, False, Adaptive(0.1), Chebyshev(3))
+        elif op == "attend":
+            attend(attend_signals(*(x[..., :4] for x in inputs)), empty_belief(inputs[2], SIZES), segments, False)
         else:
             belief = PointBelief(torch.zeros(3, 2, 5, 5))
             filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")

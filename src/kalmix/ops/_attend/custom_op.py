@@ -10,7 +10,7 @@ from kalmix.ops._attend.block_sizes import block_size, num_token_features, split
 from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.scores import ScoreConfig, score_config, stack_head_params
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_precompilation
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_launch_cache
 from kalmix.segments import Segments
 from kalmix.types import Filtered, replace_fields
 
@@ -163,11 +163,9 @@ def _backward(
     from kalmix.ops._attend.triton.backward import backward
 
     config, frequencies = ScoreConfig(shared_dynamics, rational, causal, window), (frequency, value_frequency)
-    with torch.cuda.device_of(times):
-        return backward(
-            grad_mean, grad_log_precision, saved, *frequencies, times, rank, head_params, config, masked, variance,
-            dtype,
-        )  # fmt: skip
+    return backward(
+        grad_mean, grad_log_precision, saved, *frequencies, times, rank, head_params, config, masked, variance, dtype
+    )
 
 
 def _backward_fake(grad_mean, _, saved, frequency, value_frequency, times, rank, head_params, *options):
@@ -198,6 +196,6 @@ def _autograd_backward(ctx, grad_mean, grad_log_precision, grad_keys, grad_value
     return grad_q, grad_k, grad_v, *grads, None, None, grad_head_params, *[None] * 9
 
 
-_attend = custom_op("kalmix::attend_triton", with_precompilation(_dry_run, _forward), _forward_fake)
-_attend_backward = custom_op("kalmix::attend_triton_backward", _backward, _backward_fake)
+_attend = custom_op("kalmix::attend_triton", with_launch_cache(_forward, _dry_run), _forward_fake)
+_attend_backward = custom_op("kalmix::attend_triton_backward", with_launch_cache(_backward), _backward_fake)
 register_backward(_attend, "kernel 'triton' of `attend`", _save, _autograd_backward)

@@ -11,7 +11,7 @@ from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
-from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
@@ -174,7 +174,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::dense_triton",
-    with_precompilation(_dry_run, with_launch_cache(_forward)),
+    with_launch_cache(_forward, _dry_run),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
@@ -88,7 +88,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::diagonal_triton",
-    with_precompilation(_dry_run, with_launch_cache(_forward)),
+    with_launch_cache(_forward, _dry_run),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache, with_precompilation
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 from kalmix.validation import FLOAT32_STATE_DTYPES
@@ -123,7 +123,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::memory_triton",
-    with_precompilation(_dry_run, with_launch_cache(_forward)),
+    with_launch_cache(_forward, _dry_run),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=2,

@@ -9,7 +9,7 @@ from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
-from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_precompilation
+from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -119,16 +119,15 @@ def _backward(
 
     saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
     size = tile_size(k.shape[1], k.shape[3], k.dtype)
-    with torch.cuda.device_of(k):
-        options = (adaptive, ridge_parameter, conjugate, iterations)
-        return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options, size)
+    options = (adaptive, ridge_parameter, conjugate, iterations)
+    return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options, size)
 
 
 _filter = register_filter_op(
     "kalmix::ridge_triton",
-    with_precompilation(_dry_run, _forward),
+    with_launch_cache(_forward, _dry_run),
     _forward_fake,
-    _backward,
+    with_launch_cache(_backward),
     outputs=4,
     kernel="kernel 'triton' of `ridge`",
 )

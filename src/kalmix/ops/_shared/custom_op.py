@@ -227,31 +227,20 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def with_precompilation(dry_run: Function, forward: Function) -> Function:
-    """Wrap `forward` so that the first call of each size class compiles the Triton kernels of `dry_run` in parallel.
+def with_launch_cache(function: Function, dry_run: Function | None = None) -> Function:
+    """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`.
 
-    `dry_run` takes the arguments of `forward`, and calls both the forward and the backward pass.
+    Args:
+        function: launches kernels; its first argument is a tensor on their device.
+        dry_run: takes the arguments of `function`, and calls both the forward and the backward pass. The first call of
+            each size class compiles its kernels in parallel.
     """
-
-    @wraps(forward)
-    def run(*inputs: Any) -> Any:
-        from kalmix.ops._shared.triton.compile_and_launch import precompile
-
-        with torch.cuda.device_of(inputs[0]):
-            precompile(dry_run, *inputs)
-            return forward(*inputs)
-
-    return run
-
-
-def with_launch_cache(function: Function) -> Function:
-    """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`."""
 
     @wraps(function)
     def run(*inputs: Any) -> Any:
         from kalmix.ops._shared.triton.compile_and_launch import launch_cached
 
         with torch.cuda.device_of(inputs[0]):
-            return launch_cached(function, *inputs)
+            return launch_cached(function, *inputs, dry_run=dry_run)
 
     return run

@@ -80,22 +80,33 @@ def precompile(function: Callable[..., object], *arguments: Any) -> None:
         _PRECOMPILED.add(key)
 
 
-def launch_cached(function: Callable[..., Any], *arguments: Any) -> Any:
+def launch_cached(
+    function: Callable[..., Any], *arguments: Any, dry_run: Callable[..., object] | None = None
+) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
     Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, and if all
     other arguments are equal. What `function` launches must depend on the layout, never on values of tensors. If a
     kernel, its options or its integer arguments differ from the earlier call, Triton looks that kernel up again.
+
+    Args:
+        function: launches kernels.
+        arguments: its arguments: tensors, lists of tensors, and values that can be hashed.
+        dry_run: function to precompile before the first call of a layout; see `precompile`.
     """
     if knobs.runtime.interpret or is_dry_run():
         return function(*arguments)
-    layout = (function, torch.cuda.current_device(), *(_layout(x) if isinstance(x, Tensor) else x for x in arguments))
-    launcher = _CachingLauncher(_LAUNCH_CACHE.get(layout, []))
+    layout = (function, torch.cuda.current_device(), *map(_layout, arguments))
+    cached = _LAUNCH_CACHE.get(layout)
+    if cached is None and dry_run is not None:
+        precompile(dry_run, *arguments)
+    launcher = _CachingLauncher(cached or [])
     with _use_launcher(launcher):
         result = function(*arguments)
-    if len(_LAUNCH_CACHE) >= MAX_CACHED_CALLS:
-        _LAUNCH_CACHE.clear()
-    _LAUNCH_CACHE[layout] = launcher.launches
+    if cached is None or launcher.changed:
+        if len(_LAUNCH_CACHE) >= MAX_CACHED_CALLS:
+            _LAUNCH_CACHE.clear()
+        _LAUNCH_CACHE[layout] = launcher.launches
     return result
 
 
@@ -118,16 +129,22 @@ class _CachingLauncher:
     """Launcher that reuses the binaries of an earlier call with the same layout, and stores those of this call."""
 
     def __init__(self, cached: list[_CachedLaunch]) -> None:
-        self.cached, self.launches = cached, []
+        self.cached, self.launches, self.changed = cached, [], False
 
     def __call__(self, launch: Launch) -> None:
-        index = len(self.launches)
+        kernel, grid, arguments, options = launch
+        index, integers = len(self.launches), [x for x in arguments if type(x) is int]
         entry = self.cached[index] if index < len(self.cached) else None
-        key = launch.kernel, launch.options, [x for x in launch.arguments if type(x) is int]
-        if entry is None or entry.binary is None or entry[:3] != key:
-            entry = _CachedLaunch(*key, *_launch(launch))
+        if (
+            entry is not None
+            and entry.binary is not None
+            and entry.kernel is kernel
+            and entry.integers == integers
+            and entry.options == options
+        ):
+            entry.binary[(*grid, 1, 1)[:3]](*arguments, *entry.placeholders)
         else:
-            entry.binary[(*launch.grid, 1, 1)[:3]](*launch.arguments, *entry.placeholders)
+            entry, self.changed = _CachedLaunch(kernel, options, integers, *_launch(launch)), True
         self.launches.append(entry)
 
 
@@ -188,5 +205,7 @@ def _size_class(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:]
 
 
-def _layout(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+def _layout(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
+    return tuple(map(_layout, x)) if isinstance(x, list) else x
