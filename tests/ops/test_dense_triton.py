@@ -183,7 +183,7 @@ def test_custom_op_passes_opcheck():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     rows = torch.tensor([[0, 2, 14]], dtype=torch.int32, device=DEVICE)
     for last in ((None, True, True, False), (rows, False, False, False)):  # rows, variance, keep, cuda
-        torch.library.opcheck(fused._filter, (*leaves, *last), test_utils=checks)
+        torch.library.opcheck(torch.ops.kalmix.dense_triton.default, (*leaves, *last), test_utils=checks)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from kalmix.ops._attend.block_sizes import block_size, num_token_features, split
 from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.scores import ScoreConfig, score_config, stack_head_params
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_launch_cache, without_dispatcher
 from kalmix.segments import Segments
 from kalmix.types import Filtered, replace_fields
 
@@ -196,6 +196,9 @@ def _autograd_backward(ctx, grad_mean, grad_log_precision, grad_keys, grad_value
     return grad_q, grad_k, grad_v, *grads, None, None, grad_head_params, *[None] * 9
 
 
-_attend = custom_op("kalmix::attend_triton", with_launch_cache(_forward, _dry_run), _forward_fake)
-_attend_backward = custom_op("kalmix::attend_triton_backward", with_launch_cache(_backward), _backward_fake)
-register_backward(_attend, "kernel 'triton' of `attend`", _save, _autograd_backward)
+_forward_cached, _backward_cached = with_launch_cache(_forward, _dry_run), with_launch_cache(_backward)
+_op = custom_op("kalmix::attend_triton", _forward_cached, _forward_fake)
+_backward_op = custom_op("kalmix::attend_triton_backward", _backward_cached, _backward_fake)
+_attend_backward = without_dispatcher(_backward_op, _backward_cached)
+_checked_backward = register_backward(_op, "kernel 'triton' of `attend`", _save, _autograd_backward)
+_attend = without_dispatcher(_op, _forward_cached, _save, _checked_backward)

@@ -8,9 +8,10 @@ silently returns one part of the second derivative. The backward passes register
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import unwrap
+from types import NoneType
 from typing import Any
 
 import torch
@@ -48,7 +49,9 @@ def custom_op(name: str, function: Function, fake: Function) -> Any:
 def register_filter_op(
     name: str, forward: Function, fake: Function, backward: Function, *, outputs: int, kernel: str
 ) -> Any:
-    """Register a filter as a custom op, and its backward pass as the custom op `<name>_backward`; return the first.
+    """Register a filter as a custom op, and its backward pass as the custom op `<name>_backward`.
+
+    Return the first, as a function that `without_dispatcher` made.
 
     Args:
         name, fake: see `custom_op`.
@@ -73,6 +76,7 @@ def register_filter_op(
         return tuple(x.new_empty(x.shape) for x in like)
 
     backward_op = custom_op(f"{name}_backward", backward, backward_fake)
+    run_backward = without_dispatcher(backward_op, backward)
     optional = [isinstance(x.type, torch.OptionalType) for x in backward_op._schema.arguments[begin : begin + outputs]]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -90,12 +94,62 @@ def register_filter_op(
                 output_grads.append(grad if grad is not None and grad.numel() else None)
             else:
                 output_grads.append(saved[0].new_zeros((), dtype=dtype).expand(shape) if grad is None else grad)
-        results = backward_op(*saved, *output_grads, *ctx.options)
+        results = run_backward(*saved, *output_grads, *ctx.options)
         signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
         return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
 
-    register_backward(op, kernel, setup, gradients)
-    return op
+    return without_dispatcher(op, forward, setup, register_backward(op, kernel, setup, gradients))
+
+
+def without_dispatcher(
+    op: Any, function: Function, setup: Function | None = None, backward: Function | None = None
+) -> Function:
+    """Return a function that runs a custom op and, in plain eager code, calls `function` instead.
+
+    PyTorch's dispatcher would add to the time of every call. It is needed under `torch.compile`, and where a mode, a
+    transform or a tensor subclass intercepts ops.
+
+    Args:
+        op: the custom op.
+        function: its implementation.
+        setup, backward: its backward pass as `torch.library.register_autograd` takes it; `None` if it has none.
+    """
+
+    class EagerCall(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            output = function(*inputs)
+            assert setup is not None
+            setup(ctx, inputs, output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+            assert backward is not None
+            return backward(ctx, *grads)
+
+    run_eagerly = function if backward is None else EagerCall.apply
+
+    def run(*inputs: Any) -> Any:
+        # Test for compilation first: `torch.compile` then traces nothing else.
+        if torch.compiler.is_compiling() or not _is_plain_call(inputs):
+            return op(*inputs)
+        return run_eagerly(*inputs)
+
+    return run
+
+
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, NoneType, bool, int, float, str, torch.dtype})
+
+
+def _is_plain_call(inputs: Sequence[Any]) -> bool:
+    """Return whether nothing but autograd needs to know of an op that is called with `inputs`."""
+    return (
+        all(type(x) in _PLAIN_TYPES or (type(x) is list and _is_plain_call(x)) for x in inputs)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not in_transform()
+        and not torch.jit.is_tracing()
+    )
 
 
 def recomputed_op(name: str, function: Function, fake: Function, kernel: str) -> Any:
@@ -195,9 +249,16 @@ def _dispatch_to_autograd() -> Any:
     return torch._C._ForceDispatchKeyGuard(included, excluded)
 
 
-def register_backward(op: Any, kernel: str, setup: Function, backward: Function, alternative: str = REFERENCE) -> None:
-    """Register the backward pass of a custom op; see `once_differentiable` for `kernel` and `alternative`."""
-    torch.library.register_autograd(op, once_differentiable(kernel, alternative)(backward), setup_context=setup)
+def register_backward(
+    op: Any, kernel: str, setup: Function, backward: Function, alternative: str = REFERENCE
+) -> Function:
+    """Register the backward pass of a custom op, and return it with the check of `once_differentiable`.
+
+    See there for `kernel` and `alternative`.
+    """
+    checked = once_differentiable(kernel, alternative)(backward)
+    torch.library.register_autograd(op, checked, setup_context=setup)
+    return checked
 
 
 def once_differentiable(name: str, alternative: str = REFERENCE) -> Callable[[Function], Function]:

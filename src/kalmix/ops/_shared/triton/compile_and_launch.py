@@ -80,9 +80,7 @@ def precompile(function: Callable[..., object], *arguments: Any) -> None:
         _PRECOMPILED.add(key)
 
 
-def launch_cached(
-    function: Callable[..., Any], *arguments: Any, dry_run: Callable[..., object] | None = None
-) -> Any:
+def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callable[..., object] | None = None) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
     Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, and if all
