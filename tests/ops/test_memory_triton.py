@@ -14,7 +14,6 @@ from kalmix import ops
 from kalmix.beliefs import PointBelief
 from kalmix.errors import KernelError
 from kalmix.ops import OPS
-from kalmix.ops._linear_memory import custom_op as fused_memory
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
 
@@ -149,4 +148,5 @@ def test_op_passes_opcheck_on_this_device():
     ):
         inputs = {name: x.requires_grad_() for name, x in arguments(gain, decay, 1, 18, (1, 2), 3, 4).items()}
         signals = [inputs.get(name) for name in ("q", "k", "v", "gain", "log_decay", "mean")]
-        torch.library.opcheck(fused_memory._filter, (*signals, rows, corrects, True), test_utils=checks)
+        op = torch.ops.kalmix.memory_triton.default
+        torch.library.opcheck(op, (*signals, rows, corrects, True), test_utils=checks)

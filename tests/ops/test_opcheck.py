@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kalmix import ops
 from kalmix.layers import MIXERS
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import differentiable
@@ -146,3 +147,26 @@ def test_recomputed_op_passes_opcheck(name, monkeypatch):
     torch.library.opcheck(*calls[f"{name}_backward"])
     op, (tensors, options) = calls[name]
     torch.library.opcheck(op, ([x.requires_grad_(i < 3) for i, x in enumerate(tensors)], options))
+
+
+class Seen(Tensor):
+    """Subclass of `Tensor`, which PyTorch's dispatcher intercepts."""
+
+
+@pytest.mark.parametrize("kind", [Seen, Tensor])
+def test_plain_eager_calls_skip_the_dispatcher_and_agree_with_the_op(kind):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 1, 4).requires_grad_() for _ in range(3))
+    inputs = [x.as_subclass(Seen) for x in (q, k, v)] if kind is Seen else [q, k, v]
+    y = ops.additive(*inputs, kernel="chunked").mean
+    names = {x.name() for x in _graph(y.grad_fn)}
+    assert any("EagerCall" in name for name in names) == (kind is Tensor)
+    assert any("GeneratedBackward" in name for name in names) == (kind is Seen)
+    found = torch.autograd.grad(y.sum(), (q, k, v))
+    expected = torch.autograd.grad(ops.additive(q, k, v, kernel="reference").mean.sum(), (q, k, v))
+    torch.testing.assert_close(found, expected)
+
+
+def _graph(node: Any) -> list[Any]:
+    """Return a node of an autograd graph and all nodes before it."""
+    return [] if node is None else [node, *(x for before, _ in node.next_functions for x in _graph(before))]
