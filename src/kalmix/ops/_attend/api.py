@@ -20,6 +20,7 @@ from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import (
     MAX_FLOAT,
     MAX_INT,
+    can_check_values,
     check_bool,
     check_range,
 )
@@ -215,7 +216,8 @@ def check_dynamics(
         f"{prefix}key_noise", dynamics.key_noise, (noises,), sizes, like, minimum=tiny if positive_key_noise else 0.0
     )
     check_signal(f"{prefix}query_noise", dynamics.query_noise, (noises,), sizes, like, minimum=0.0)
-    check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, minimum=tiny)
+    if can_check_values(dynamics.key_noise):
+        check_range(f"{prefix}key_noise + query_noise", dynamics.key_noise + dynamics.query_noise, minimum=tiny)
 
 
 def check_key_and_value_dynamics(
@@ -296,9 +298,9 @@ def check_history(
 def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
     """Return the belief before the first token: a history with 0 slots."""
     count, dtype = sizes["N"], belief_dtype(v.dtype)
-    keys, values = (v.new_zeros(count, 0, *(sizes[x] for x in layout), dtype=dtype) for layout in ("HK", "GV"))
-    no_times = v.new_zeros(count, 0, dtype=torch.float64)
-    return HistoryBelief(keys, values, no_times, no_times.long())
+    keys, values = (v.new_empty(count, 0, *(sizes[x] for x in layout), dtype=dtype) for layout in ("HK", "GV"))
+    times, positions = (v.new_empty(count, 0, dtype=x) for x in (torch.float64, torch.int64))
+    return HistoryBelief(keys, values, times, positions)
 
 
 def empty_output(v: Tensor, belief: HistoryBelief, causal: bool, variance_columns: int | None) -> Filtered:

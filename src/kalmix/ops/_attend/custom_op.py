@@ -24,14 +24,16 @@ def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | N
     is_plain = segments is None and belief.positions.shape[1] == 0  # rows of the layout are batch rows
     # Whether the kernel copies k and v to the belief.
     copy_kv = is_plain and weighting.window is None and k.dtype != belief.keys.dtype
-    layout_k, layout_v = (k[..., :0], v[..., :0]) if copy_kv else (k, v)
-    layout = make_layout(q[..., :0] if is_plain else q, layout_k, layout_v, times, belief, segments, weighting.window)
+    layout_q, layout_k, layout_v = (
+        x.detach()[..., :0] if unused else x for x, unused in ((q, is_plain), (k, copy_kv), (v, copy_kv))
+    )
+    layout = make_layout(layout_q, layout_k, layout_v, times, belief, segments, weighting.window)
     tensors = (q, k, v) if is_plain else (layout.q, layout.k, layout.v)
     value_model = keys if values is None else values
     config, head_params = score_config(values, weighting), stack_head_params(keys, values, weighting, torch.float32)
     dtype = torch.bfloat16 if v.dtype == torch.bfloat16 else torch.float32
     options = (*config, not is_plain or weighting.window is not None, variance, copy_kv, dtype)
-    inputs = (*tensors, keys.frequency, value_model.frequency, layout.times, layout.rank, head_params)
+    inputs = (*tensors, keys.frequency, value_model.frequency, layout.times, layout.rank.contiguous(), head_params)
     mean, log_precision, layout_k, layout_v, *_ = _attend(*inputs, *options, needs_grad(*inputs))
     final_belief = (
         replace_fields(layout.final_belief, keys=layout_k, values=layout_v) if copy_kv else layout.final_belief

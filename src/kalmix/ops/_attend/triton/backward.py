@@ -349,7 +349,7 @@ def backward(
     query_tiles, key_tiles = (
         rule(launch.compiled, q.dtype, shared_memory(q.device)) for rule in (query_grad_tiles, key_grad_tiles)
     )
-    num_query_tiles, num_key_tiles = triton.cdiv(tokens, query_tiles["M"]), triton.cdiv(slots, key_tiles["N"])
+    num_query_tiles, num_key_tiles = -(-tokens // query_tiles["M"]), -(-slots // key_tiles["N"])
     grad_q, grad_k = (torch.empty(count, n, value_heads, width, **float32) for n in (tokens, slots))
     grad_v = torch.empty(v.shape, **float32)
     grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), value_heads, NUM_PARAMS.value, **float32)

@@ -126,7 +126,7 @@ def prepare_token_blocks(
     Norms are left for `rotate` to write.
     """
     count, tokens, heads = x.shape[:3]
-    blocks, slots, rows = triton.cdiv(tokens, block), times.shape[1], num_token_features(shared)
+    blocks, slots, rows = -(-tokens // block), times.shape[1], num_token_features(shared)
     blocks_of_tokens = TokenBlocks(
         torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
         torch.empty(count, blocks, dtype=torch.float64, device=x.device),

@@ -194,11 +194,11 @@ def launch_shape(q: Tensor, k: Tensor, v: Tensor, config: ScoreConfig, masked: b
     """Return the launch parameters for rotated q, k and v."""
     (count, tokens, heads, width), (_, slots, value_heads, value_width) = q.shape, v.shape
     block = block_size(slots)
-    blocks = (triton.cdiv(tokens, block), triton.cdiv(slots, block))
+    blocks = (-(-tokens // block), -(-slots // block))
     sizes = (tokens, slots, *blocks, config.window, heads, value_heads, value_heads // heads)
     compiled = {
-        "K": width, "P": max(16, triton.next_power_of_2(width)),
-        "V": value_width, "W": max(16, triton.next_power_of_2(value_width)),
+        "K": width, "P": max(16, 1 << (width - 1).bit_length()),
+        "V": value_width, "W": max(16, 1 << (value_width - 1).bit_length()),
         "BLOCK": block, "SHARED": config.shared_dynamics, "RATIONAL": config.rational, "CAUSAL": config.causal,
         "MASKED": masked, "VARIANCE": variance, "PRECISION": dot_precision(k.dtype), "PTX": supports_ptx(),
     }  # fmt: skip
@@ -236,7 +236,7 @@ def forward(
         q, k, value, times, rank, *queries, *keys, head_params, output, max_scores, weight_sums, log_precision,
         *launch.sizes,
     )  # fmt: skip
-    Launch(attend_kernel, (triton.cdiv(tokens, tile["M"]), *launch.grid), args, launch.compiled | tile).run()
+    Launch(attend_kernel, (-(-tokens // tile["M"]), *launch.grid), args, launch.compiled | tile).run()
     joined = output.unflatten(2, (-1, slices)).flatten(3)[..., : v.shape[3]]
     mean = rotate(joined, times, value_frequency, True, v.dtype)
     return mean, log_precision, *copies, output, q, k, value, max_scores, weight_sums, *queries, *keys

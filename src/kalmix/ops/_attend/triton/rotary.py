@@ -135,10 +135,10 @@ def _launch(x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> tuple
     """Return the grid, the arguments after the tensors, and the constexpr arguments of a launch."""
     num_rows, length, heads, width = x.shape
     slots = times.shape[1]
-    grid = triton.cdiv(length, TILE), heads, num_rows
+    grid = -(-length // TILE), heads, num_rows
     sign, group_size, channels = 1.0 if forward else -1.0, heads // frequency.shape[0], width // 2
     launch_args = (length, slots, slots - length, x.stride(1), x.stride(2), sign, heads, group_size)
-    return grid, launch_args, {"C": channels, "P": triton.next_power_of_2(channels), "TILE": TILE, "num_warps": 4}
+    return grid, launch_args, {"C": channels, "P": 1 << (channels - 1).bit_length(), "TILE": TILE, "num_warps": 4}
 
 
 def rotate(
@@ -213,11 +213,12 @@ def frequency_grad_buffers(*tensors: Tensor) -> tuple[Tensor, ...]:
 
     The tensors are `[R, T, heads, 2 C]` with the same heads and channels. The last item is the concatenation of all.
     """
-    counts = [x.shape[0] * triton.cdiv(x.shape[1], TILE) for x in tensors]
+    counts = [x.shape[0] * -(-x.shape[1] // TILE) for x in tensors]
     buffers = tensors[0].new_empty(sum(counts), tensors[0].shape[2], tensors[0].shape[3] // 2, dtype=torch.float32)
     return *buffers.split(counts), buffers
 
 
 def sum_frequency_grads(buffers: Tensor, frequency: Tensor) -> Tensor:
     """Sum partial gradients in float64 to the gradient of frequency `[H, C]`."""
-    return buffers.sum(0, dtype=torch.float64).unflatten(0, (frequency.shape[0], -1)).sum(1).to(frequency.dtype)
+    by_group = buffers.unflatten(1, (frequency.shape[0], -1))
+    return by_group.sum((0, 2), dtype=torch.float64).to(frequency.dtype)

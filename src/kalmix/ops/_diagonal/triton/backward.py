@@ -207,9 +207,9 @@ def backward(
 
     # One round of warps; each takes a tile and every `splits`-th block of channels.
     resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
-    plan = plan_tiles(batch, length, max(64, triton.cdiv(batch * length * heads, resident)), segments, q)
+    plan = plan_tiles(batch, length, max(64, -(-batch * length * heads // resident)), segments, q)
     size = channels_per_warp(slots, 8)
-    splits = min(triton.cdiv(channels, size), channels // (2 * slots), resident // (plan.num_tiles * heads))
+    splits = min(-(-channels // size), channels // (2 * slots), resident // (plan.num_tiles * heads))
     splits = max(1, splits)  # `splits` also bounds the memory for partial sums of dq and dk
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
@@ -229,7 +229,7 @@ def backward(
         **cells,
         **common,
     }
-    Launch(_map_tile_grads, (plan.num_tiles * triton.cdiv(channels, narrow_block), heads), arguments, options).run()
+    Launch(_map_tile_grads, (plan.num_tiles * -(-channels // narrow_block), heads), arguments, options).run()
     grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
     arguments = (
@@ -237,7 +237,7 @@ def backward(
         *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
     )  # fmt: skip
     options = {"BLOCK": narrow_block, "num_warps": 4, **common}
-    Launch(_scan_tile_grads, (len(prior_mean), heads, triton.cdiv(channels, narrow_block)), arguments, options).run()
+    Launch(_scan_tile_grads, (len(prior_mean), heads, -(-channels // narrow_block)), arguments, options).run()
     del maps, arguments
 
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have zero gradient

@@ -290,7 +290,7 @@ def forward(
     )
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
-    blocks = triton.cdiv(channels, size)
+    blocks = -(-channels // size)
     resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
     plan = plan_tiles(batch, length, tile_size(length, batch * heads * blocks, resident), segments, q)
 

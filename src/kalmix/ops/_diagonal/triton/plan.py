@@ -39,9 +39,9 @@ class TilePlan(NamedTuple):
 
 def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> TilePlan:
     """Divide every sequence into tiles of `size` tokens, rounded up to a multiple of `CHUNK`, at most 2^15."""
-    size = min(triton.cdiv(size, CHUNK) * CHUNK, 1 << 15)  # so that offsets inside a tile fit 32 bits
+    size = min(-(-size // CHUNK) * CHUNK, 1 << 15)  # so that offsets inside a tile fit 32 bits
     if segments is None:
-        tiles = triton.cdiv(length, size)
+        tiles = -(-length // size)
         return TilePlan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
     found = segments.tiles(batch, length, size)
     tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
@@ -73,7 +73,7 @@ def tile_size(length: int, warps: int, resident: int) -> int:
         tiles = 1
     elif tiles * warps < 2 * resident:
         tiles = max(1, min(tiles, resident // warps))
-    return triton.cdiv(length, tiles)
+    return -(-length // tiles)
 
 
 def is_ragged(length: int, segments: Segments | None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
@@ -143,7 +142,7 @@ def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int)
     on Hopper, Triton 3.6 then reads out of bounds.
     """
     keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
-    values = min(sizes["BLOCK"], max(16, triton.next_power_of_2(width)), 32 if keys > 128 else 64)
+    values = min(sizes["BLOCK"], max(16, 1 << (width - 1).bit_length()), 32 if keys > 128 else 64)
     while values > 32 and sequences * v.shape[2] * -(-width // values) < 128:
         values //= 2
     element = 8 if v.dtype == torch.float32 else v.dtype.itemsize

@@ -66,11 +66,11 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
     """Choose tiles, grids and launch options from sizes and dtypes; `segments` are the rows of `Segments`."""
     (batch, length, key_heads, width), (heads, values) = k.shape, v.shape[2:]
     cut = tile_sequences(batch, length, size, None if segments is None else segments_without_checks(segments), k)
-    padded = max(16, triton.next_power_of_2(width))
+    padded = max(16, 1 << (width - 1).bit_length())
     columns = min(padded, 64 if padded <= 128 else 32)
     while columns > 32 and cut.num_sequences * heads * (padded // columns) < 128:
         columns //= 2
-    column_blocks = triton.cdiv(width, columns)
+    column_blocks = -(-width // columns)
     constants = {"K": width, "V": values, "P": padded, "SIZE": size, "PACKED": segments is not None}
     solve_options = {"num_warps": 4 if padded <= 128 else 8, "num_stages": 1}
     pipelined = k.dtype == torch.bfloat16 and width % 4 == 0  # as in `_linear_memory`
@@ -81,7 +81,7 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
         grid=(cut.num_tiles * heads,),
         tiles=(cut.tile_table, length, cut.tiles),
         group_size=heads // key_heads,
-        column_blocks=(column_blocks, column_blocks + triton.cdiv(values, columns)),
+        column_blocks=(column_blocks, column_blocks + -(-values // columns)),
         constants=constants | {"PRECISION": dot_precision(k.dtype)},
         solve_options=solve_options,
         scan_options=scan_options,
