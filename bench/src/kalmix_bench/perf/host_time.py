@@ -133,7 +133,7 @@ def _bare(x: Signals) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
 
 
 def _microseconds(call: Callable[[], object], seconds: float, device: str) -> float:
-    """Return the time until a call returns, which does not include later work of the GPU (GPU: median; CPU: minimum)."""
+    """Return the time until a call returns, without later work of the GPU: the median on a GPU, else the minimum."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
     while len(times) < 10 or time.perf_counter() < deadline:
@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows[name] = _forward_and_training(run, x)
         for name, pair in rows.items():
             for call in pair:
-                _microseconds(call, 0.2, device)  # warm up
+                _microseconds(call, options.seconds / 5, device)  # warm up
             forward, training = (_microseconds(call, options.seconds, device) for call in pair)
             print(f"{name:24}{forward:10.0f}{training:20.0f}", flush=True)
 

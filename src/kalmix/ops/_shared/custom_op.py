@@ -87,13 +87,17 @@ def register_filter_op(
         ctx.options = [inputs[i] for i in options]
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
+        saved, zeros = ctx.saved_tensors, {}  # one zero for each dtype, expanded: every allocation takes host time
         output_grads: list[Tensor | None] = []
         for grad, (shape, dtype), may_be_none in zip(grads[:outputs], ctx.like, optional, strict=True):
             if may_be_none:
                 output_grads.append(grad if grad is not None and grad.numel() else None)
+            elif grad is None:
+                if dtype not in zeros:
+                    zeros[dtype] = saved[0].new_zeros((), dtype=dtype)
+                output_grads.append(zeros[dtype].expand(shape))
             else:
-                output_grads.append(saved[0].new_zeros((), dtype=dtype).expand(shape) if grad is None else grad)
+                output_grads.append(grad)
         results = run_backward(*saved, *output_grads, *ctx.options)
         signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
         return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
