@@ -66,6 +66,7 @@ X = torch.randn(2, 6, 16)
         ("x", {"x": IDS}),
         ("x", {"x": X[0]}),
         ("states", {"states": (None,)}),
+        ("states", {"states": 3}),
         ("states", {"states": (None, None, None)}),
         ("segments", {"segments": torch.tensor([0, 6])}),
     ],
@@ -74,6 +75,20 @@ def test_wrong_arguments_of_a_language_model_are_named(name, arguments):
     model = LanguageModel(40, 16, ["kla", "attention"])
     with pytest.raises(ArgumentError, match=f"`{name}`"):
         model(**{"x": X, **arguments})
+
+
+@pytest.mark.parametrize("hidden", [X[..., :3], "text"])
+def test_wrong_hidden_states_of_logits_and_loss_are_named(hidden):
+    model = LanguageModel(40, 16, ["kla"])
+    with pytest.raises(ArgumentError, match="`hidden`"):
+        model.logits(hidden)
+    with pytest.raises(ArgumentError, match="`hidden`"):
+        model.loss(hidden, IDS)
+
+
+def test_missing_targets_are_named():
+    with pytest.raises(ArgumentError, match="`targets` is None"):
+        LanguageModel(40, 16, ["kla"]).loss(X, None)
 
 
 def test_tied_embeddings_are_requested_by_a_bool():

@@ -41,33 +41,34 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
     `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
     float64 inputs), and belief (the state). The variance treats the errors of tokens as independent and
-    v_i as known. `kalmix.ops.attend` names the conditions under which that of z is exact.
+    v_i as known. `kalmix.ops.attend` names the conditions under which the variance of z is exact.
 
     Args:
         hidden_size: D.
-        heads: number of heads, H. Default: D / (2 C), rounded.
-        head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64, at least 2.
-        rotary_base: base of the initial frequencies; see `StateDynamics`.
+        heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
+        head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
+            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+        rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
+            `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). All
             iterations but the last average keys instead of values, and move each query towards that average.
         value_dynamics: whether values have their own dynamics and noises; otherwise they use those of the keys.
         weight: form of weight_ij above, "rational" (the first) or "exponential".
-        window: number of tokens that a query attends to, including its own; all by default.
+        window: number of tokens that a query attends to, including its own, >= 1; all by default.
         floor: whether to add a learned number per head, >= 0 and initially 0.01, to the factor e^{-a tau} by which keys
             decay in r_ij, so that old keys do not vanish.
         normalize: whether queries and keys are unit vectors (section 3.7).
-        predict: "step" predicts the state at the horizon, as published; "gate" mixes prediction and estimate (section
-            3.1); `None` returns the estimate and ignores the horizon.
+        predict: "step" predicts the state (1 - g) v + g z at the horizon, as published; "gate" mixes the state and that
+            prediction by a gate computed from the token (section 3.1); `None` returns the state and ignores `horizon`.
         confidence: whether z is multiplied by a gate computed from its precision, 1 / variance (appendix B.2).
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state, segments, times or horizon has
             the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
-            a horizon is negative (values are checked on a CPU).
+            a horizon is negative. Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
@@ -75,8 +76,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         N = B.
         `times` `[B, T]` is the time of each token, in float64, float32, int64 or int32, non-decreasing in a sequence.
         Default: one unit per token, from 0 or after the last time of the state.
-        `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in these dtypes, bfloat16 or float16;
-        1 by default.
+        `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in a dtype of `times`, bfloat16 or
+        float16; 1 by default.
         `state` is a `kalmix.HistoryBelief` of all past tokens, or the newest `window`: keys and values
         `[N, S, H, 2 C]`, in float32 (float64 for float64 inputs).
 

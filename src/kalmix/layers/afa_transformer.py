@@ -109,7 +109,7 @@ class AFATransformerBlock(Mixer):
         ArgumentError: an option has the wrong type or value, or no kernel has that name; or, in a call, x, state,
             segments or times has the wrong type, shape, dtype or device, or (checked on CPUs) times decrease in a
             sequence or x has NaN or infinity.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]` in the dtype of the

@@ -59,7 +59,7 @@ class Attention(Mixer):
     Paper: [Attention Is All You Need](https://arxiv.org/abs/1706.03762). Positions count the tokens of each sequence
     from 0 and continue from the state.
 
-    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
+    The layer has no posterior: the `kalmix.Filtered` of `layer.filter(x, variance=True)` has variance `None`.
 
     Args:
         hidden_size: D.
@@ -86,8 +86,8 @@ class Attention(Mixer):
         `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
         `state` is an `AttentionState`: keys and values `[N, S, kv_heads, head_dim]` of all past tokens.
 
-    Complexity: O(T (S + T) heads head_dim) for T tokens after S. Memory O(T) without a state, packed or not; with a
-    state, a mask `[T, S + T]` per sequence.
+    Complexity: O(T (S + T) heads head_dim) for T tokens after S. Memory of "sdpa" O(T) without a
+    state, packed or not; with a state, a mask `[T, S + T]` per sequence.
 
     Example:
         >>> from kalmix.layers import Attention

@@ -135,7 +135,7 @@ class ControlledFilter(AdaptiveFilterAttention):
             the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
             a horizon is negative (values are checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the

@@ -32,11 +32,11 @@ class DesignLayer(MemoryLayer):
     Framework: Memory by Design: Probabilistic Sequence Layers (Dowling et al., 2026).
 
     Log-decays are -rate * step, with a learned rate and a step computed from the token (`StepDecay`). The variances
-    `obs_noise`, `process_noise`, `write_variance` and `reset` are softplus(project(x) + bias) plus a lower bound. For
-    evidence "cell" (an independent filter for each of the K V entries of a memory), decay and process noise are learned
-    for each entry and do not depend on the token (`CellDynamics`); `precision` is computed from the token. Optional
-    signals are omitted: a design with rotations is filtered without rotation. q and k are unit vectors; q is then
-    divided by sqrt(K).
+    `obs_noise`, `process_noise`, `write_variance` and `reset` are softplus(project(x) + bias) plus a lower bound.
+    Evidence "cell" (an independent filter for each of the K V entries of a memory) differs: decay and process noise, if
+    the design has them, are learned for each entry and do not depend on the token (`CellDynamics`); `precision` is
+    computed from the token. The layer omits optional signals, so it filters a design with rotations without rotating.
+    q and k are unit vectors; q is then divided by sqrt(K).
 
     If the design has one noise per value column (`evidence.columns`), the op receives G * V value heads of width 1,
     each with its own belief. The output norm is still that of G heads of width V.
@@ -60,12 +60,12 @@ class DesignLayer(MemoryLayer):
 
     Raises:
         ArgumentError: an option has the wrong type or value, `design` is an unknown name or a mapping with wrong
-            fields, its transition is a matrix or in continuous time (as that of "afa"), or `key_heads` does not divide
+            fields, its decay is "matrix" or "time" (as that of "afa"), or `key_heads` does not divide
             `heads`; or, in a call, x, state or segments has the wrong type, shape, dtype or device, or x is not finite
             (checked on a CPU).
         DesignError: a mapping has an unknown decay or kind, or no op filters its combination of parts.
         TypeError: an option or argument has an unknown name, or `design` is missing.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.

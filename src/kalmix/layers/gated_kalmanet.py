@@ -37,13 +37,13 @@ class GatedKalmaNet(MemoryLayer):
         read = U_t' (m_t s_t + (1 - m_t) q_t),   (H_t + ridge_t I) s_t = q_t
 
     U' is the transpose of U, and H_0 and U_0 are 0. q and k are unit vectors. Each head computes from a token x_t a
-    forgetting gate a_t = exp(-rate step_t), a write gate g_t = sigmoid(project(x_t)) and a weight
-    m_t = sigmoid(project(x_t)) of the solution s_t (gamma, beta and alpha in the paper); each can be left out. Default
+    forgetting gate a_t = exp(-rate step_t) (gamma in the paper), a write gate g_t = sigmoid(project(x_t)) (beta) and a
+    weight m_t = sigmoid(project(x_t)) of the solution s_t (alpha); each can be left out, which makes it 1. Default
     sizes are as published: 8 heads of width 128 at D = 1024, a ridge of 0.02 ||H||_F, and 30 Chebyshev iterations.
 
     `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
-    float64 inputs), and belief (the state). The variance of a column of the read-out is q_t' s_t, that of
-    U_t' s_t for observation noise 1, also if m_t < 1. Gate and output projection transform it exactly; the output norm
+    float64 inputs), and belief (the state). The variance of a column of the read-out is q_t' s_t, for
+    observation noise 1; it does not depend on m_t. Gate and output projection transform it exactly; the output norm
     transforms it approximately.
 
     Args:
@@ -55,8 +55,8 @@ class GatedKalmaNet(MemoryLayer):
             two that is at most D / 4 and 128, at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         decay: whether there is a forgetting gate; without it all tokens have the same weight (appendix J.2).
-        gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, since
-            the published code multiplies key and value by it; `None` for 1.
+        gain: write gate. "sigmoid" of a projection of x (equation 55); "squared", the square of that sigmoid, as in the
+            published code, which multiplies both key and value by the sigmoid; `None` for 1.
         mix: whether to mix the solution with the query; otherwise only the solution is read (appendix J.3).
         ridge: `Adaptive(factor)`, or the factor as a number > 0, for a ridge of factor * ||H_t||_F (Frobenius norm); or
             `Fixed(value)`, both of `kalmix.ops`. Or, for configuration files, a name ("adaptive" or "fixed", with the
@@ -72,7 +72,7 @@ class GatedKalmaNet(MemoryLayer):
         ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
             state or segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.

@@ -45,7 +45,7 @@ class KDA(DeltaLayer):
         ArgumentError: an option has the wrong type or value, or `key_heads` does not divide `heads`; or, in a call, x,
             state or segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.

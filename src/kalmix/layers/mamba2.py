@@ -34,7 +34,7 @@ class Mamba2(MemoryLayer):
     step_t = softplus(project(x_t) + bias) is one number per head. The norm is an RMS norm with a learned scale, applied
     to each group.
 
-    The layer has no posterior: `layer.filter(x, variance=True)` returns `None` as variance.
+    The layer has no posterior: the `kalmix.Filtered` of `layer.filter(x, variance=True)` has variance `None`.
 
     Args:
         hidden_size: D.
@@ -44,7 +44,7 @@ class Mamba2(MemoryLayer):
         groups: number of pairs (C, B), a divisor of `heads`.
         state_dim: width of C and B, K, >= 1. Default: 128, or D if that is less.
         expand: G V / D, > 0; used if `heads` or `head_dim` is omitted.
-        conv: taps of the short causal convolution over C, B and v, >= 1; 0 for none.
+        conv: taps of the causal convolution over C, B and v, before SiLU; 0 for SiLU only.
         norm_eps: epsilon of the output norm, >= 0.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
@@ -52,7 +52,7 @@ class Mamba2(MemoryLayer):
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.

@@ -22,9 +22,9 @@ class RadialTangentialAttention(TrajectoryLayer):
     Paper: [Attention as an Adaptive Filter](https://arxiv.org/abs/2509.04154), Algorithm 2. Misprints
     are corrected; docs/layers/notes/rt-afa.md lists them.
 
-    Let v be the value of the current token. The layer splits each past value into a part parallel to v and a part
-    orthogonal to v. Each part has its own noises and attention weights. The parallel parts give the magnitude of the
-    estimate, the orthogonal parts its direction. `kalmix.ops.attend_radial` has the equations. The output is the
+    Let v be the value of the current token. The layer splits each value, v and past ones, into a part parallel to v and
+    a part orthogonal to v. Each part has its own noises and attention weights. The parallel parts give the magnitude of
+    the estimate, the orthogonal parts its direction. `kalmix.ops.attend_radial` has the equations. The output is the
     projection of the predicted state z:
 
         z = (1 - g) v + g estimate;  y = out(e^{(-a + i w) horizon} z)
@@ -33,8 +33,8 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
     float64 inputs), and belief (the state). The variance is approximate: it treats v as known and the errors of tokens
-    as independent, and omits the correlation of channels. The prediction adds process noise; each channel of a head
-    gets the average over the channels of that head.
+    as independent, and omits the correlation of channels. The prediction adds process noise, the same to each channel
+    of a head: its average over the channels.
 
     Args:
         hidden_size: D.
@@ -44,8 +44,8 @@ class RadialTangentialAttention(TrajectoryLayer):
         rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
             `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         window: number of tokens that a query attends to, including its own, >= 1; all by default.
-        predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes prediction and
-            estimate; `None` returns z and ignores `horizon`.
+        predict: "step" predicts z at `horizon` after the token, as published; "gate" mixes z and that prediction by a
+            gate computed from the token; `None` returns z and ignores `horizon`.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,

@@ -65,7 +65,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
         z- = e^{(-a + i w) tau} z,   1 / p- = e^{-2 a tau} / p + process_noise (1 - e^{-2 a tau}) / (2 a)
 
-    It then computes `weight`, p and z `iterations` times; `weight` uses the latest z_k, the rest always z- and p-:
+    It then computes `weight`, p and z in `iterations` rounds. `weight` uses the z_k of the round before; z- and p- are
+    the same in all rounds:
 
         weight = (1 + |q - z_k|^2 / ((1 / p- + R) nu))^-temperature
         p = p- + weight / R,   z = z- + step (weight / (p R)) ((k, v) - z-)
@@ -74,7 +75,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     R = key_noise + query_noise. Each head learns the decay rate a, the noises, the scale nu of the residual, the
     temperature and the step, between 0 and 1; each channel learns a frequency w. The weight of a token decreases with
-    the distance between its query and the predicted key. The first token of a sequence has weight 1 and step 1. Process
+    the distance between its query and z_k. The first token of a sequence has p- = 0, weight 1 and step 1. Process
     noise correlates the errors of past tokens; unlike `AdaptiveFilterAttention`, this layer accounts for that. With
     unit weights (nu to infinity) and full steps it is the Kalman filter with a flat prior, and its variance is
     calibrated.
@@ -90,8 +91,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
         rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
             `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         iterations: number of times that the weight is computed from the estimate, >= 1.
-        predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes prediction and
-            estimate; `None` returns the estimate and ignores `horizon`.
+        predict: "step" predicts the state at `horizon` after the token, as published; "gate" mixes the estimate z_v and
+            that prediction by a gate computed from the token; `None` returns z_v and ignores `horizon`.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,

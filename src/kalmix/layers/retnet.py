@@ -48,7 +48,7 @@ class RetNet(MemoryLayer):
         ArgumentError: an option has the wrong type or value, or K is odd; or, in a call, x, state or segments has the
             wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it.
+        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.

@@ -54,7 +54,8 @@ class KalmixModelOutput(BaseModelOutputWithPast):
             is `None` for a layer without a posterior (`output_beliefs=True`).
         posterior: `kalmix.models.blocks.Posterior` of the last block's read-out, with `mean` and `variance`
             `[B, T, E]`, in dtypes like those of `beliefs`; its tokens are in the order of `layout`, and E is the width
-            of the read-out (`output_posterior=True`).
+            of the read-out, the output of the layer before gate and projection (`output_posterior=True`, which needs a
+            last layer with a posterior).
         layout: how padded or packed tokens were arranged. Its `segments` are their sequences, `None` if each row is
             one; its `order` `[B, T]` is the input column of each token, `None` if no token was moved
             (`output_layout=True`).

@@ -30,7 +30,8 @@ class LanguageModel(nn.Module):
         hidden_size: width D of the residual stream.
         layers: list or tuple with one entry per block: a layer's name, or a mapping with the name as `"mixer"` and its
             options, as in `KalmixConfig.layers`. The key `"mlp"` sets the hidden width of the block's MLP, 0 for none.
-            Default: 0 for layers with `includes_mlp`, otherwise 8/3 of D, rounded up to a multiple of 8.
+            Default: 0 for layers with `includes_mlp` ("kla", "mamba2" and "afa-transformer"), otherwise 8/3 of D,
+            rounded up to a multiple of 8.
         tie_word_embeddings: share the embedding's weight with the head.
         propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
             (section 5.5 of Kalman Linear Attention). The last block, blocks without a posterior, and evaluation always
@@ -42,13 +43,15 @@ class LanguageModel(nn.Module):
         segments=None)` maps embedded tokens x to a `StackOutput`: its `hidden_state` is `[B, T, D]`, before the final
         norm, and its `states` has one state per block, to pass to the next call. `segments` (`kalmix.Segments`) assigns
         tokens to sequences, for packing and padding. `logits(hidden_state)` applies the final norm and the head, and
-        returns `[B, T, vocab_size]`.
+        returns `[B, T, vocab_size]`. `loss(hidden_state, targets)` returns the mean cross-entropy in nats, a scalar;
+        `targets`, int64 `[B, T]`, are the tokens that the positions must predict (not shifted here; -100 is ignored).
 
     Raises:
         ArgumentError: a size is not a positive integer, `layers` is empty or not a list, `norm_eps` is negative,
-            `tie_word_embeddings` is not a bool, or a layer, an option or `propagate` is unknown; or, in a call, x,
-            `states` or `segments` has the wrong type or shape.
-        IndexError: on the CPU, `embed_tokens` gets an id outside the vocabulary.
+            `tie_word_embeddings` is not a bool, or a layer, an option or `propagate` is unknown; or, in a call, an
+            argument has the wrong type, shape or dtype.
+        IndexError: on the CPU, an id or a target is outside the vocabulary.
+        RuntimeError: `embed_tokens` gets ids of another dtype.
 
     Example:
         >>> from kalmix.models import LanguageModel
@@ -115,9 +118,6 @@ class LanguageModel(nn.Module):
         check_shape("x", x, "B T D", {"D": self.hidden_size})
         check_dtype_and_device("x", x, FLOATS, x.device)
         check_segments(segments, x.shape[0], x.shape[1], x.device)
-        if states is not None and len(states) != len(self.layers):
-            expected = f"{len(self.layers)}, one per block (`None` for a prior)"
-            raise ArgumentError("states", problem=f"has {len(states)} entries", expected=expected)
         return self.layers(x, states, None if segments is None else InputLayout(segments), **outputs)
 
     @property
@@ -127,6 +127,9 @@ class LanguageModel(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Apply the final norm and the head to `hidden` `[..., D]`; return `[..., vocab_size]`."""
+        if not isinstance(hidden, Tensor) or hidden.shape[-1:] != (self.hidden_size,):
+            got = f"of shape {list(hidden.shape)}" if isinstance(hidden, Tensor) else f"a {type(hidden).__name__}"
+            raise ArgumentError("hidden", got=got, expected=f"a tensor [..., D={self.hidden_size}]")
         return self.lm_head(self.norm(hidden))
 
     def loss(self, hidden: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
@@ -140,4 +143,7 @@ class LanguageModel(nn.Module):
         Returns:
             A scalar, at least float32.
         """
+        sizes = {"D": self.hidden_size}
+        check_shape("hidden", hidden, "B T D", sizes)
+        check_shape("targets", targets, "B T", sizes)
         return head_cross_entropy(self.lm_head, self.norm(hidden), targets, count)

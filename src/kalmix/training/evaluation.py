@@ -71,8 +71,9 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
     """Evaluate the model of a run on its held-out text, as `kalmix report` does.
 
     The held-out text is `run.corpus.held_out`: documents that neither the tokenizer nor the model has seen. The result
-    contains the bits per byte of the model and of two compressors, and a sample. It is the same at each call on one
-    machine; `provenance` may differ. A model that was trained under bfloat16 autocast is evaluated under it.
+    contains the bits per byte of the model and of the compressors gzip and xz, and a text that the model generates. It
+    is the same at each call on one machine; `provenance` may differ. A model that was trained under bfloat16 autocast
+    is evaluated under it.
 
     Args:
         run: run that has ended, as `train` returns it. A run that was interrupted is evaluated as it is.

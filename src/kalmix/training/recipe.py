@@ -32,7 +32,7 @@ class Recipe:
             the documentation of this Python installation; its documents are the topics of `help()` and the docstrings
             of each standard module.
         tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
-        vocab_size: largest vocabulary of "bpe", at least 257 with either tokenizer. "bytes" always has 257 tokens.
+        vocab_size: largest vocabulary of "bpe", at least 257; "bytes" always has 257 tokens and ignores it.
         layers: tuple with one entry per block: a layer's name, or a dict of its options with the name as "mixer",
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
@@ -52,7 +52,7 @@ class Recipe:
         warmup: fraction of the run, 0 to 1, in which the learning rate rises linearly from 0.
         cooldown: fraction of the run, 0 to 1, at its end, in which the learning rate falls linearly to 0. `warmup +
             cooldown` must be at most 1.
-        loss: "cross-entropy" of the next token for the posterior mean, or "marginal": -log of the mean probability
+        loss: "cross-entropy" of the next token for the mean read-out, or "marginal": -log of the mean probability
             that 10 samples of the last layer's posterior give to the next token. The last layer must then have a
             posterior.
         bf16: train under bfloat16 autocast, on any device.

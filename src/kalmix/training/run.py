@@ -118,15 +118,17 @@ def train(
 
     A checkpoint is saved when a fifth, two, three and four fifths of the run are done, and at least every 10 minutes.
     Ctrl-C and SIGTERM save a checkpoint and return a `Run` whose `finished` is False. Under `torchrun`, all processes
-    train one model with equal arguments, and the `output` of the first process counts.
+    train one model: pass equal arguments to all. If their `output` differs, that of the first process counts.
 
     Args:
         recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`.
-        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. The
-            run writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
+        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. In a
+            folder `recipe.text`, the run's own files would change the text, so that it cannot be resumed. The run
+            writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
             until it is finished, `checkpoints/`.
-        resume: continue the run in `output` from its newest intact checkpoint. Damaged checkpoints are skipped with a
-            warning. Without an intact checkpoint, training starts from the beginning.
+        resume: continue the run in `output` from its newest intact checkpoint. Unfinished checkpoints, and those with
+            damaged files, are skipped with a warning. Without an intact checkpoint, or without a run, training starts
+            from the beginning.
         callbacks: further callbacks of the Hugging Face Trainer, objects or classes.
 
     Returns:

@@ -89,9 +89,9 @@ def attend(
         log_decay: `[H]`, the negative decay rate -a, natural logarithm per unit of time, <= 0. 0 means no decay.
         frequency: `[H, C]`, the angular frequency w of each channel, in radians per unit of time.
         process_noise: `[H]`, variance that diffusion adds per unit of time, >= 0.
-        key_noise: `[H]`, variance of the observation noise of keys and values, >= 0. If `variance` is true, it (that of
-            `value_dynamics` if given) must be positive. Tested down to 1e-5; below that, float32 gradients of noises
-            lose digits.
+        key_noise: `[H]`, variance of the observation noise of keys and values, >= 0. With `variance=True` it must be
+            positive; with `value_dynamics` too, that of `value_dynamics` instead. Tested down to 1e-5; below that,
+            float32 gradients of noises lose digits.
         query_noise: `[H]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
         nu: Scale of the residual, > 0 and finite, a number or `[H]`. "rational" weights are those of a Student t
             distribution: the smaller nu, the less an outlier counts. At r = nu the weight is 1/2. r is a sum over the
@@ -108,7 +108,7 @@ def attend(
             also the `window - 1` tokens after it. Default: all.
         floor: Constant added to the factor E of keys in r, >= 0, a number or `[H]`.
         causal: Whether a query attends to earlier tokens and itself only. If false, lags may be negative: E then
-            exceeds 1, and kappa is taken as an absolute value; `belief` must be absent and none is returned. With a
+            exceeds 1, and kappa is replaced by its absolute value; `belief` must be absent and none is returned. With a
             temperature below 1/2, tokens far in the future then dominate the mean, since E grows faster with their
             distance than their weights fall.
         belief: prior, the `HistoryBelief` of earlier tokens, such as the one returned by a previous call. Its first
@@ -135,8 +135,8 @@ def attend(
     on a CPU. Pass `kernel="reference"` for gradients of higher order.
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
-    or inside a transform of `torch.func`. Where they are not checked, a query's mean and variance are NaN, without
-    gradient, if its own token or one that it attends to has NaN, infinity or an entry whose square overflows. Other
+    or inside a transform of `torch.func`. Where they are not checked, a query's mean and variance are NaN, with
+    gradient 0, if its own token or one that it attends to has NaN, infinity or an entry whose square overflows. Other
     queries are not affected.
 
     Complexity: O(T (S + T) (C + D)) operations, or O(T window (C + D)) with a window. Memory is O(S + T) with "triton"

@@ -60,9 +60,10 @@ def dense(
         k: `[B, T, H, K]`, keys (observation vectors), in the dtype of `q`. A token with key 0 is not observed.
         v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g
             uses key head g // (G / H), with its own noises and decay.
-        obs_noise: `[B, T, G]`, variance of the observation, > 0. Let p be the largest variance in the covariance of
-            `belief` for this sequence and head, at most 1. Values below 1e-4 p (2e-13 p if the belief is in float64)
-            raise `ArgumentError` where values are checked, because results lose precision there. With keys of larger
+        obs_noise: `[B, T, G]`, variance of the observation, > 0. Values below 1e-4 p
+            (2e-13 p if the belief is in float64) raise `ArgumentError` where values are checked, because results lose
+            precision there. p is the smaller of 1 and the largest variance in `belief` for this sequence and head; 1
+            without `belief`. With keys of larger
             norm or a prior variance above 1, precision is lost at larger values, without an error.
         process_noise: `[B, T, G]`, variance added to every row at each token (with `angle`, to the first K / 2), >= 0.
         log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
@@ -94,8 +95,7 @@ def dense(
 
     Values, NaN and infinity included, are checked on CPUs, and on GPUs inside `kalmix.checks()`; never in compiled code
     or inside a transform of `torch.func`. Where they are not checked, NaN in one sequence or in padding does not
-    affect other sequences. It does not affect earlier tokens of its own sequence in "reference" and "chunked"; in
-    "triton" and "cuda" it affects up to 63 earlier tokens.
+    affect other sequences, nor earlier tokens of its own sequence, except up to 63 of them in "triton" and "cuda".
 
     Complexity: O(T K (K + V)) time. Training stores O(T (K + V) + T K (K + V) / 64) numbers, "reference"
     O(T K (K + V)).

@@ -65,7 +65,7 @@ def ridge(
             `Adaptive(a)`.
         mix: `[B, T, G]`, share of the solution in the read-out, between 0 and 1; the rest is the query (the
             alpha-connection, appendix C of the paper). Default: 1.
-        solver: `Chebyshev(iterations)`, `ConjugateGradient(iterations)`, `Exact()` or `Sketch(dim, solver)`.
+        solver: `Chebyshev(iterations)`, `ConjugateGradient(iterations)`, `Exact()` or `Sketch(dim, solver, seed)`.
         belief: prior, with cross `[N, G, K, V]` (U) and gram `[N, G, K, K]` (H), in float32 (float64 if the inputs
             are). N is B, or the number of segments. The gram must be symmetric and positive semidefinite, which is not
             checked. Default: 0.
@@ -87,8 +87,8 @@ def ridge(
     about that of the solution. `Chebyshev(iterations, backward="unrolled")` gives the gradient of the iteration itself
     (Algorithm 2). Only "reference" supports it, and is the default then.
 
-    Every kernel supports gradients of first order. Only "reference" supports gradients of higher order, forward-mode
-    derivatives and `torch.func.vmap`; the others, and unrolled gradients, raise `KernelError`, in the first backward
+    Every kernel supports gradients of first order. Gradients of higher order, forward-mode derivatives and
+    `torch.func.vmap` need "reference" and implicit gradients; otherwise they raise `KernelError`, in the first backward
     pass if it has `create_graph=True`. "reference" is the default inside `torch.func`, in forward mode, and for very
     short sequences on a CPU. Pass `kernel="reference"` for gradients of higher order.
 
@@ -96,8 +96,9 @@ def ridge(
     or inside a transform of `torch.func`.
 
     Precision: lambda_t is raised to at least eps ||H_t||_F, since a smaller ridge is lost in the rounding of H. Here
-    eps is 1.2e-7 in float32, 2.2e-16 in float64, and 1e-3 in "triton" with bfloat16 inputs. In float32, gradients are
-    exact for ||H_t||_F below 1e12. Above 1e19 the squared norm overflows: the mean is NaN, without an error.
+    eps is 1e-3 in "triton" with bfloat16 inputs, 2.2e-16 with float64 inputs, and otherwise 1.2e-7. In float32,
+    gradients are exact for ||H_t||_F below 1e12. Above 1e19 the squared norm overflows: the mean is NaN, without an
+    error.
 
     Complexity: O(T K (K r + V)) time for r iterations. Training stores O(T (K + V) + T K (K + V) / 64) numbers,
     "reference" O(T K (K + V)).

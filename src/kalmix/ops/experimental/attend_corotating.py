@@ -35,8 +35,8 @@ def attend_corotating(
     r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one and rotates with the state.
 
     This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length
-    1. The error of each past token has one variance along a direction and another across it. The direction rotates
-    with the state; at the time of token i it is p_i. The error then has the covariance
+    1. At query token i, the error with which a key token predicts the state has one variance along p_i and another
+    across it. Its covariance is
 
         V_along p_i p_i^* + V_across (I - p_i p_i^*)
 
@@ -45,11 +45,11 @@ def attend_corotating(
 
         mean_i = p_i p_i^* along_i + (I - p_i p_i^*) across_i
 
-    Here along_i and across_i are the means of two calls of `attend`. Both calls compare whole queries and keys. They
-    differ in the noises, `nu` and `temperature`. In `kalmix.ops.attend_radial` the direction is that of the value
-    itself.
+    Here along_i and across_i are the means of two calls of `attend`. Both calls compare whole queries and keys,
+    not their components along and across. They differ in the noises, `nu` and `temperature`.
 
-    Tensors other than q, k, v and direction are in the dtype of `v` or of the belief (float32; float64 if `v` is).
+    Tensors other than q, k, v, direction and `times` are in the dtype of `v` or of the belief (float32; float64 if `v`
+    is).
 
     Args:
         q: `[B, T, H, 2 C]`, queries: C complex channels, first all real parts, then all imaginary parts; in float64,
@@ -76,7 +76,8 @@ def attend_corotating(
         variance |p_c|^2 along + (1 - |p_c|^2) across, where `along` and `across` are the variances of the two calls.
 
     Raises:
-        ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        ArgumentError: an argument has a shape, dtype, device or value other than described, or `value_dynamics` is
+            given; the message names it.
         KernelError: the requested kernel is unknown or does not support the call.
         TypeError: `options` contains another name.
 
