@@ -12,7 +12,7 @@ from kalmix.layers.base import mask_outside
 from kalmix.layers.fused.activations import ACTIVATIONS
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.segments import Segments, segments_without_checks
 
 MAX_TAPS = 4  # of the Triton form
@@ -172,8 +172,10 @@ def _backward(
     return backward(ConvolutionInputs.of(x, weight, bias, state, rows, ids, activation), grad, final_grad)
 
 
-_convolution = custom_op("kalmix::short_convolution", with_launch_cache(_forward), _forward_fake)
-_convolution_backward = custom_op("kalmix::short_convolution_backward", with_launch_cache(_backward), _backward_fake)
+_convolution_op = custom_op("kalmix::short_convolution", with_launch_cache(_forward), _forward_fake)
+_convolution_backward = without_dispatcher(
+    custom_op("kalmix::short_convolution_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -199,4 +201,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None, final_grad: Tensor 
     return *differentiate(function, inputs, [grad, final_grad]), None, None, None
 
 
-register_gradients(_convolution, _setup, _gradients, _differentiable_gradients)
+_convolution = register_gradients(_convolution_op, _setup, _gradients, _differentiable_gradients)

@@ -211,7 +211,7 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-_linear_cross_entropy = custom_op("kalmix::linear_cross_entropy", _forward, _forward_fake)
+_linear_cross_entropy_op = custom_op("kalmix::linear_cross_entropy", _forward, _forward_fake)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -251,4 +251,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None, *_: Tensor | None) 
     return *differentiate(total, inputs, (grad,)), None, None, None
 
 
-register_gradients(_linear_cross_entropy, _setup, _gradients, _differentiable_gradients)
+_linear_cross_entropy = register_gradients(_linear_cross_entropy_op, _setup, _gradients, _differentiable_gradients)

@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared.custom_op import without_dispatcher
+
 Function = Callable[..., Any]
 
 
-def register_gradients(op: Any, setup: Function, backward: Function, differentiable: Function) -> None:
-    """Register the backward pass of a custom op.
+def register_gradients(op: Any, setup: Function, backward: Function, differentiable: Function) -> Function:
+    """Register the backward pass of a custom op; return the op as `without_dispatcher` does.
 
     Args:
         op: the op.
@@ -31,6 +33,7 @@ def register_gradients(op: Any, setup: Function, backward: Function, differentia
         return (differentiable if creates_graph else backward)(ctx, *grads)
 
     torch.library.register_autograd(op, gradients, setup_context=prepare)
+    return without_dispatcher(op, prepare, gradients)
 
 
 def differentiate(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -56,8 +56,10 @@ def _backward(x: Tensor, grad: Tensor) -> Tensor:
     return backward(x, grad)
 
 
-_swiglu = custom_op("kalmix::swiglu", with_launch_cache(_forward), _forward_fake)
-_swiglu_backward = custom_op("kalmix::swiglu_backward", with_launch_cache(_backward), _backward_fake)
+_swiglu_op = custom_op("kalmix::swiglu", with_launch_cache(_forward), _forward_fake)
+_swiglu_backward = without_dispatcher(
+    custom_op("kalmix::swiglu_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
@@ -72,4 +74,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> Tensor | None:
     return differentiate(_eager, ctx.saved_tensors, [grad])[0]
 
 
-register_gradients(_swiglu, _setup, _gradients, _differentiable_gradients)
+_swiglu = register_gradients(_swiglu_op, _setup, _gradients, _differentiable_gradients)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.types import belief_dtype
 
 
@@ -57,8 +57,10 @@ def _backward(raw: Tensor, precision: Tensor, grad: Tensor) -> Tensor:
     return backward(raw, precision, grad)
 
 
-_precision = custom_op("kalmix::softplus_precision", with_launch_cache(_forward), _forward_fake)
-_precision_backward = custom_op("kalmix::softplus_precision_backward", with_launch_cache(_backward), _backward_fake)
+_precision_op = custom_op("kalmix::softplus_precision", with_launch_cache(_forward), _forward_fake)
+_precision_backward = without_dispatcher(
+    custom_op("kalmix::softplus_precision_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,4 +76,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return differentiate(lambda raw: (_eager(raw, ctx.floor),), ctx.saved_tensors[:1], [grad])[0], None
 
 
-register_gradients(_precision, _setup, _gradients, _differentiable_gradients)
+_precision = register_gradients(_precision_op, _setup, _gradients, _differentiable_gradients)

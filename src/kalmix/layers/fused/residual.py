@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import output_dtype, uses_triton
 from kalmix.layers.fused.rms import Norm, eager_rms_norm
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -71,8 +71,10 @@ def _backward(
     return backward(total, None, weight, grad, NormOptions(*_norm(weight, eps)), total_grad, copy_dtype)
 
 
-_add_rms_norm = custom_op("kalmix::add_rms_norm", with_launch_cache(_forward), _forward_fake)
-_add_rms_norm_backward = custom_op("kalmix::add_rms_norm_backward", with_launch_cache(_backward), _backward_fake)
+_add_rms_norm_op = custom_op("kalmix::add_rms_norm", with_launch_cache(_forward), _forward_fake)
+_add_rms_norm_backward = without_dispatcher(
+    custom_op("kalmix::add_rms_norm_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -103,4 +105,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None, total_grad: Tensor 
     return dx, dresidual, dweight, None, None
 
 
-register_gradients(_add_rms_norm, _setup, _gradients, _differentiable_gradients)
+_add_rms_norm = register_gradients(_add_rms_norm_op, _setup, _gradients, _differentiable_gradients)

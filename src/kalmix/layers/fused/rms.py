@@ -11,7 +11,7 @@ from torch import Tensor
 from kalmix.layers.fused.activations import ACTIVATIONS
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import output_dtype, uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 
 
 class Gate(NamedTuple):
@@ -126,8 +126,10 @@ def _backward(
     return backward(x, gate, weight, grad, NormOptions(width, eps, activation, gate_first))
 
 
-_rms_norm = custom_op("kalmix::rms_norm", with_launch_cache(_forward), _forward_fake)
-_rms_norm_backward = custom_op("kalmix::rms_norm_backward", with_launch_cache(_backward), _backward_fake)
+_rms_norm_op = custom_op("kalmix::rms_norm", with_launch_cache(_forward), _forward_fake)
+_rms_norm_backward = without_dispatcher(
+    custom_op("kalmix::rms_norm_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -153,4 +155,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return *differentiate(function, ctx.saved_tensors, [grad]), *[None] * 5
 
 
-register_gradients(_rms_norm, _setup, _gradients, _differentiable_gradients)
+_rms_norm = register_gradients(_rms_norm_op, _setup, _gradients, _differentiable_gradients)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 
 
 def gated_skip(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
@@ -61,8 +61,10 @@ def _backward(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor, grad: Tensor) -
     return backward(x, z, scale, gate, grad)
 
 
-_gated_skip = custom_op("kalmix::gated_skip", with_launch_cache(_forward), _forward_fake)
-_gated_skip_backward = custom_op("kalmix::gated_skip_backward", with_launch_cache(_backward), _backward_fake)
+_gated_skip_op = custom_op("kalmix::gated_skip", with_launch_cache(_forward), _forward_fake)
+_gated_skip_backward = without_dispatcher(
+    custom_op("kalmix::gated_skip_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -77,4 +79,4 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
     return tuple(differentiate(_eager, ctx.saved_tensors, [grad]))
 
 
-register_gradients(_gated_skip, _setup, _gradients, _differentiable_gradients)
+_gated_skip = register_gradients(_gated_skip_op, _setup, _gradients, _differentiable_gradients)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.layers.fused.derivatives import register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.types import belief_dtype
 
 
@@ -66,8 +66,10 @@ def _backward(y: Tensor, squares: Tensor, grad: Tensor, scale: float, eps: float
     return backward(y, squares, grad, scale, eps, eps_on_length)
 
 
-_l2_normalize = custom_op("kalmix::l2_normalize", with_launch_cache(_forward), _forward_fake)
-_l2_normalize_backward = custom_op("kalmix::l2_normalize_backward", with_launch_cache(_backward), _backward_fake)
+_l2_normalize_op = custom_op("kalmix::l2_normalize", with_launch_cache(_forward), _forward_fake)
+_l2_normalize_backward = without_dispatcher(
+    custom_op("kalmix::l2_normalize_backward", with_launch_cache(_backward), _backward_fake)
+)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -102,4 +104,4 @@ def _differentiable_gradients(
     return result.to(ctx.saved_tensors[0].dtype), None, None, None
 
 
-register_gradients(_l2_normalize, _setup, _gradients, _differentiable_gradients)
+_l2_normalize = register_gradients(_l2_normalize_op, _setup, _gradients, _differentiable_gradients)

@@ -198,9 +198,8 @@ def _autograd_backward(ctx, grad_mean, grad_log_precision, grad_keys, grad_value
     return grad_q, grad_k, grad_v, *grads, None, None, grad_head_params, *[None] * 9
 
 
-_forward_cached, _backward_cached = with_launch_cache(_forward, _dry_run), with_launch_cache(_backward)
-_op = custom_op("kalmix::attend_triton", _forward_cached, _forward_fake)
-_backward_op = custom_op("kalmix::attend_triton_backward", _backward_cached, _backward_fake)
-_attend_backward = without_dispatcher(_backward_op, _backward_cached)
+_op = custom_op("kalmix::attend_triton", with_launch_cache(_forward, _dry_run), _forward_fake)
+_backward_op = custom_op("kalmix::attend_triton_backward", with_launch_cache(_backward), _backward_fake)
+_attend_backward = without_dispatcher(_backward_op)
 _checked_backward = register_backward(_op, "kernel 'triton' of `attend`", _save, _autograd_backward)
-_attend = without_dispatcher(_op, _forward_cached, _save, _checked_backward)
+_attend = without_dispatcher(_op, _save, _checked_backward)

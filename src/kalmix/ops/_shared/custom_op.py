@@ -76,7 +76,7 @@ def register_filter_op(
         return tuple(x.new_empty(x.shape) for x in like)
 
     backward_op = custom_op(f"{name}_backward", backward, backward_fake)
-    run_backward = without_dispatcher(backward_op, backward)
+    run_backward = without_dispatcher(backward_op)
     optional = [isinstance(x.type, torch.OptionalType) for x in backward_op._schema.arguments[begin : begin + outputs]]
 
     def setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -102,22 +102,20 @@ def register_filter_op(
         signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
         return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
 
-    return without_dispatcher(op, forward, setup, register_backward(op, kernel, setup, gradients))
+    return without_dispatcher(op, setup, register_backward(op, kernel, setup, gradients))
 
 
-def without_dispatcher(
-    op: Any, function: Function, setup: Function | None = None, backward: Function | None = None
-) -> Function:
-    """Return a function that runs a custom op and, in plain eager code, calls `function` instead.
+def without_dispatcher(op: Any, setup: Function | None = None, backward: Function | None = None) -> Function:
+    """Return a function that runs a custom op and, in plain eager code, calls its implementation instead.
 
     PyTorch's dispatcher would add to the time of every call. It is needed under `torch.compile`, and where a mode, a
     transform or a tensor subclass intercepts ops.
 
     Args:
-        op: the custom op.
-        function: its implementation.
+        op: result of `custom_op`.
         setup, backward: its backward pass as `torch.library.register_autograd` takes it; `None` if it has none.
     """
+    function = IMPLEMENTATIONS[op]
 
     class EagerCall(torch.autograd.Function):
         @staticmethod
