@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from transformers import Trainer
 
+from kalmix import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training.corpus import load_corpus
 from kalmix.training.data import encode_documents
 from kalmix.training.evaluation import bits_per_byte, evaluate, surprisals
-from kalmix.training.run import train
+from kalmix.training.run import Run, train
 from kalmix.training.trainer import KalmixTrainer
 
 
@@ -101,3 +102,8 @@ def test_logged_tokens_include_all_processes(
     trainer.args = SimpleNamespace(per_device_train_batch_size=batch, world_size=processes)
     trainer.log({})
     assert logged["tokens"] == 7 * 2 * batch * processes * 16
+
+
+def test_progress_that_cannot_be_called_is_refused():
+    with pytest.raises(ArgumentError, match="`progress` is a int"):
+        evaluate(object.__new__(Run), progress=3)

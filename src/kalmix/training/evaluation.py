@@ -84,7 +84,7 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
         The result, see `EvaluationResult`. It is not saved to disk; `EvaluationResult.save` does that.
 
     Raises:
-        ArgumentError: `run` is not a `Run`.
+        ArgumentError: `run` is not a `Run`, or `progress` cannot be called.
 
     Example:
         >>> from pathlib import Path
@@ -100,6 +100,8 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
     """
     if not isinstance(run, Run):
         raise ArgumentError("run", got=f"a {type(run).__name__}", expected="a Run, as `train` returns it")
+    if not callable(progress):
+        raise ArgumentError("progress", got=f"a {type(progress).__name__}", expected="a function of stage and fraction")
     recipe, device, documents = run.recipe, run.model.device, run.corpus.held_out
     with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16):
         score = bits_per_byte(
