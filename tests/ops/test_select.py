@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from kalmix.ops import OPS
-from kalmix.ops._attend.kernels import unsupported_gpu
 from kalmix.ops._shared import gpu
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
@@ -55,11 +54,11 @@ def test_key_width_limit_of_single_precision_exempts_bfloat16():
 
 
 @pytest.mark.parametrize("major", [8, 9, 10, 12])
-def test_attend_refuses_blackwell(monkeypatch, major):
+def test_blackwell_is_refused(monkeypatch, major):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (major, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    assert ("Blackwell" in str(unsupported_gpu(0))) == (major == 10)
+    assert ("Blackwell" in str(gpu.unsupported_blackwell(0))) == (major == 10)
 
 
 @pytest.mark.parametrize(("memory", "width"), [(163, 256), (99, 129), (99, 128), (227, 256)])

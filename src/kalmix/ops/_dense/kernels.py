@@ -11,6 +11,7 @@ from functools import partial
 
 from kalmix.ops._dense import chunked, custom_op, reference
 from kalmix.ops._dense.cuda.compile import unsupported_gpu
+from kalmix.ops._shared.gpu import unsupported_blackwell
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import FLOAT32_STATE_DTYPES
 
@@ -35,6 +36,7 @@ KERNELS = (
         devices=("cuda",),
         dtypes=FLOAT32_STATE_DTYPES,
         max_key_width=256,
+        unsupported_gpu=unsupported_blackwell,
         preferred_min_key_width=8,  # with narrower keys float32 cannot factor a tile's covariance at the least noise
         triton=True,
         low_precision_products=True,  # products of the mean only

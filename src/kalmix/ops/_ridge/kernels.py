@@ -9,6 +9,7 @@ The op checks arguments before the call. `belief` is never `None`; its tensors m
 
 from kalmix.ops._ridge import chunked, custom_op, reference
 from kalmix.ops._ridge.solvers import Chebyshev, ConjugateGradient, Exact, Sketch, Solver
+from kalmix.ops._shared.gpu import unsupported_blackwell
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import FLOAT32_STATE_DTYPES
 
@@ -31,6 +32,7 @@ KERNELS = (
         dtypes=FLOAT32_STATE_DTYPES,
         max_key_width=256,
         max_single_precision_key_width=128,
+        unsupported_gpu=unsupported_blackwell,
         narrow_key_width=128,
         wide_key_memory=192 * 1024,  # a matrix [K, K] and a factor
         features=frozenset({_SOLVER_FEATURES[ConjugateGradient]}),

@@ -33,11 +33,15 @@ def query_grad_tiles(compiled: dict[str, Any], dtype: torch.dtype, shared_memory
     if compiled["BLOCK"] == 16:
         return SMALL_TILE
     if dtype == torch.float32:
-        rows = (128 if width <= 64 else 64) if large else (64 if width <= 64 else 32)
+        largest = shared_memory >= 192 * 1024
+        rows = (128 if large else 64) if width <= 64 else (64 if largest else 32)
         return {"M": rows, "N": 32 if rows >= 64 else 16, "STAGES": 1, "num_warps": 8 if rows == 128 else 4}
+    if not large and width > 128:
+        return {"M": 32, "N": 32, "STAGES": 1, "num_warps": 4}
     simple = large and _is_simple(compiled, width)
-    stages = 3 if simple else 2 if large or width <= 128 else 1
-    return {"M": 128 if width <= 128 else 64, "N": 64 if simple else 32, "STAGES": stages, "num_warps": 8}
+    return {
+        "M": 128 if width <= 128 else 64, "N": 64 if simple else 32, "STAGES": 3 if simple else 2, "num_warps": 8,
+    }  # fmt: skip
 
 
 def key_grad_tiles(compiled: dict[str, Any], dtype: torch.dtype, shared_memory: int) -> dict[str, int]:

@@ -41,6 +41,7 @@ from kalmix.ops._ridge.triton.solve import (
     value_block,
 )
 from kalmix.ops._ridge.triton.state_backward import cross_backward, gram_backward
+from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
@@ -232,7 +233,7 @@ def backward(
     )  # fmt: skip
     options = decay_options | gain_options | mix_options | ridge_options | plan.constants | plan.solve_options
     options |= {
-        "VALUE_BLOCK": value_block(plan),
+        "VALUE_BLOCK": value_block(plan, shared_memory(k.device)),
         "READ_VARIANCE": grad_variance is not None,
         "CONJUGATE_GRADIENT": conjugate_gradient,
         "MIN_NORM": MIN_NORM,

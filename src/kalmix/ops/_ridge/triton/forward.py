@@ -31,6 +31,7 @@ from kalmix.ops._ridge.triton.solve import (
     store_token_scalars,
     value_block,
 )
+from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
@@ -238,7 +239,7 @@ def forward(
         **features,
     }
     options |= {
-        "VALUE_BLOCK": value_block(plan),
+        "VALUE_BLOCK": value_block(plan, shared_memory(k.device)),
         "COLUMN_BLOCKS": plan.column_blocks[0],
         **plan.constants,
         **plan.solve_options,

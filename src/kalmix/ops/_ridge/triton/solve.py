@@ -88,9 +88,9 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
     )
 
 
-def value_block(plan: LaunchPlan) -> int:
-    """Return the number of value columns that a program processes at a time."""
-    return 64 if plan.constants["V"] <= 64 or plan.constants["P"] > 128 else 128
+def value_block(plan: LaunchPlan, shared: int) -> int:
+    """Return the number of value columns that a program with `shared` bytes of shared memory processes at a time."""
+    return 64 if plan.constants["V"] <= 64 or plan.constants["P"] > 128 or shared < 160 * 1024 else 128
 
 
 @triton.constexpr_function
