@@ -51,6 +51,7 @@ ROW = [[1.0, 2.0, 3.0]]
         ("training", lambda path: plots.loss_curve(path, torch.ones(2, 4), [])),
         ("held_out", lambda path: plots.loss_curve(path, [(1.0, 2.0)], [(1.0, float("nan"))])),
         ("references", lambda path: plots.loss_curve(path, [(1.0, 2.0)], [], references={"gzip": "2"})),
+        ("references", lambda path: plots.loss_curve(path, [(1.0, 2.0)], [], references=[1.0])),
         ("path", lambda path: plots.loss_curve(path.with_suffix(".xyz"), [(1.0, 2.0)], [])),
         ("path", lambda path: plots.loss_curve(path.with_suffix(""), [(1.0, 2.0)], [])),
     ],

@@ -190,6 +190,19 @@ def test_classifiers():
     assert all(parameter.grad is not None for parameter in tagger.parameters())
 
 
+def test_token_classifier_accepts_labels_that_are_a_slice():
+    tagger = KalmixForTokenClassification(config(layers=["kla"], num_labels=3)).eval()
+    ids, labels = tokens(2, 6), torch.randint(3, (2, 7))
+    assert torch.equal(tagger(ids, labels=labels[:, 1:]).loss, tagger(ids, labels=labels[:, 1:].contiguous()).loss)
+    with pytest.raises(ValueError, match="batch_size"):
+        tagger(ids, labels=labels[:, :5])
+
+
+def test_beliefs_of_layers_without_posterior_have_no_variance():
+    model = KalmixModel(config(layers=["kla", "attention"])).eval()
+    assert [belief.variance is None for belief in model(tokens(2, 6), output_beliefs=True).beliefs] == [False, True]
+
+
 def test_usual_names_of_sizes():
     one = config(layers={"mixer": "attention", "kv_heads": 2}, num_hidden_layers=3, num_attention_heads=4)
     model = KalmixForCausalLM(one)

@@ -179,7 +179,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
 
 
 class KalmixModel(KalmixPreTrainedModel):
-    """Base model for transformers: embedding, blocks of any layers, RMSNorm. Use it for hidden states.
+    """Base model for the library transformers: embedding, blocks of any layers, RMSNorm. Use it for hidden states.
 
     `AutoModel.from_pretrained` loads it from a checkpoint of any model of kalmix, without the head. The other models
     contain it as `model`.
@@ -190,15 +190,18 @@ class KalmixModel(KalmixPreTrainedModel):
     Shape:
         `output = model(input_ids)` returns a `KalmixModelOutput`. `input_ids` is int64 or int32 `[B, T]`, from 0 to
         `vocab_size - 1`; `inputs_embeds` `[B, T, D]` may replace it. Padding is marked by `attention_mask` `[B, T]`, 0
-        at padding, and packed sequences by `cu_seq_lens_q`, `seq_idx` or `position_ids`. `output_hidden_states`,
-        `output_attentions`, `output_beliefs`, `output_posterior` and `output_layout` request fields of the output.
-        `forward` documents all arguments. Unknown ones, misspelt ones too, are ignored. The hidden
-        states `[B, T, D]` are in the dtype of the parameters, and have no meaning at padding.
+        at padding, and packed sequences by `cu_seq_lens_q`, `seq_idx` or `position_ids`. If several are given, the
+        first of `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` is used; the others are ignored.
+        `output_hidden_states`, `output_attentions`, `output_beliefs`, `output_posterior` and `output_layout` request
+        fields of the output. `output_beliefs` works with every layer; the variance is `None` for one without a
+        posterior. `forward` documents all arguments. Unknown ones, misspelt ones too, are ignored. The hidden states
+        `[B, T, D]` are in the dtype of the parameters, and have no meaning at padding.
 
     Raises:
         ArgumentError: `config` is that of another model, or an option of a layer does not fit the sizes; or, in a call,
-            an argument has the wrong shape, dtype or type, both or none of `input_ids` and `inputs_embeds` are given, a
-            requested field does not exist for a layer, or `output_attentions` is set with padding, packing or a cache.
+            an argument has the wrong shape, dtype or type; both or none of `input_ids` and `inputs_embeds` are given;
+            `output_posterior` is set and the last layer has no posterior; or `output_attentions` is set, and a layer
+            has no attention map, or the input is padded, packed or continues a cache that holds tokens.
         TypeError: `config` is not a configuration.
         IndexError: in a call on the CPU, an id is outside the vocabulary. On a GPU, this is an assertion of the device.
 
@@ -249,7 +252,7 @@ class KalmixModel(KalmixPreTrainedModel):
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode, otherwise not.
             output_beliefs: return each layer's belief about its output.
             output_posterior: return the posterior of the last block's read-out.
-            output_layout: return the order in which the tokens were filtered.
+            output_layout: return the order in which padded or packed tokens were filtered.
             output_hidden_states: return the input of each block and the output of the final norm.
             output_attentions: return each layer's `attention_map`; memory is O(T^2) per head or channel.
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
@@ -257,7 +260,8 @@ class KalmixModel(KalmixPreTrainedModel):
             kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
-        in this order, is used. Outputs at masked tokens have no meaning.
+        in this order, is used, and the others are ignored: `attention_mask` then marks no padding. Outputs at masked
+        tokens have no meaning.
 
         Returns:
             A `KalmixModelOutput`.
@@ -266,7 +270,8 @@ class KalmixModel(KalmixPreTrainedModel):
             ArgumentError: a tensor has the wrong shape or dtype, a 4-D mask is not block-causal, the cache is of
                 another type, model or batch size; `output_posterior` is set and the last layer has no posterior; or
                 `output_attentions` is set, and a layer has no attention map, there are earlier tokens in the cache, or
-                the input is packed or padded.
+                the input is packed or padded. In training on a GPU and in compiled code, where the values of a mask
+                are not read, any `attention_mask` counts as padding here.
         """
         given = _check_input(input_ids, inputs_embeds, self.config.hidden_size)
         if use_cache is None:

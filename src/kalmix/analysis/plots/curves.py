@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from kalmix.analysis.plots.arguments import read_numbers
 from kalmix.analysis.plots.style import COLOURS, INK, MUTED, picture
+from kalmix.errors import ArgumentError
 
 
 def loss_curve(
@@ -20,13 +21,14 @@ def loss_curve(
     references: Mapping[str, float] | None = None,
     title: str = "Learning",
 ) -> str | PathLike[str]:
-    """Draw bits per byte against the number of training tokens.
+    """Draw bits per byte against the number of training tokens, in millions.
 
     Args:
         path: file to write, with the suffix .png, .pdf or .svg, or another that matplotlib supports. Beside a PNG file,
             the function writes an SVG file with the same name. Folders are created, existing files replaced.
-        training: array or tensor `[n, 2]`, or a list of pairs: the number of tokens seen so far, and the bits per byte
-            of the batch. Drawn raw and as an exponential moving average over about n / 60 batches. May be empty.
+        training: array or tensor `[n, 2]`, or a list of pairs: the number of tokens seen so far, not in millions, and
+            the bits per byte of the batch. Drawn raw and as an exponential moving average over about n / 60 batches.
+            May be empty.
         held_out: `[m, 2]`: the number of tokens seen so far, and the bits per byte of the held-out text. May be empty.
         references: maps the name of another method to its bits per byte, drawn as a horizontal line. None by default.
         title: heading of the figure.
@@ -35,8 +37,8 @@ def loss_curve(
         `path`.
 
     Raises:
-        ArgumentError: `training` or `held_out` has another shape; a value is not a finite number; or matplotlib does
-            not support the suffix of `path`.
+        ArgumentError: `training` or `held_out` has another shape; `references` is not a mapping; a value, also of
+            `references`, is not a finite number; or matplotlib does not support the suffix of `path`.
 
     Example:
         >>> from kalmix.analysis import plots
@@ -45,8 +47,12 @@ def loss_curve(
         'loss.png'
     """
     (seen, bits), (judged, score) = _read_pairs("training", training), _read_pairs("held_out", held_out)
-    names = list(references or {})
-    rivals = read_numbers("references", list((references or {}).values()), ("names", len(names)))
+    references = {} if references is None else references
+    if not isinstance(references, Mapping):
+        expected = "a mapping from names to bits per byte"
+        raise ArgumentError("references", got=f"a {type(references).__name__}", expected=expected)
+    names = list(references)
+    rivals = read_numbers("references", list(references.values()), ("names", len(names)))
     with picture(path, (7.5, 4.2)) as (_, (axes,)):
         axes.plot(seen / 1e6, bits, color=COLOURS[0], alpha=0.22, linewidth=0.8)
         axes.plot(seen / 1e6, _smooth(bits), color=COLOURS[0], label="training")
