@@ -59,6 +59,21 @@ def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
     return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
 
 
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Return whether a call of `module` runs `kind.forward` and nothing else, such as hooks.
+
+    Only then may a fused part use the weights of a module without calling it.
+    """
+    return (
+        type(module) is kind
+        and "forward" not in vars(module)  # accelerate's hooks replace it
+        and all(len(getattr(module, name)) == 0 for name in HOOKS)
+    )
+
+
 class RMSNorm(nn.RMSNorm):
     """RMS norm of the last dimension, in the dtype of its input, or in autocast's; see `kalmix.layers.fused.rms_norm`.
 

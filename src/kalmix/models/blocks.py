@@ -15,7 +15,7 @@ from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.config_io import has_config, to_config
 from kalmix.layers.fused import swiglu, without_storing
-from kalmix.layers.modules import RMSNorm, sample_gaussian
+from kalmix.layers.modules import RMSNorm, is_plain, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
@@ -264,6 +264,9 @@ class Block(nn.Module):
         output = self.mixer.project_out(readout, context)
         if self.mlp is None or self.mlp_norm is None:
             return residual + output
+        if not is_plain(self.mlp_norm, RMSNorm):
+            x = residual + output
+            return x + self.mlp(self.mlp_norm(x))
         x, mlp_input = self.mlp_norm.add(output, residual)
         return x + without_storing(partial(self.mlp_norm, x), self.mlp, mlp_input)
 

@@ -14,11 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from kalmix.layers.fused import linear_cross_entropy
 from kalmix.layers.fused.cross_entropy import IGNORE_INDEX, divide_by_count
-from kalmix.layers.modules import sample_gaussian
+from kalmix.layers.modules import is_plain, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
-
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
@@ -126,9 +124,4 @@ def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor
 
 def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a call of `head` does no more than to multiply with its weight and to add its bias."""
-    return (
-        type(head) is nn.Linear
-        and "forward" not in vars(head)  # accelerate's hooks replace it
-        and not any(getattr(head, name) for name in HOOKS)
-        and not is_traceable_wrapper_subclass(head.weight)  # sharded or quantized
-    )
+    return is_plain(head, nn.Linear) and not is_traceable_wrapper_subclass(head.weight)  # sharded or quantized

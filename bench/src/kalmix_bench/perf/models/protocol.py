@@ -12,7 +12,8 @@ from kalmix.validation import check_choice, check_positive_int
 # The first eight are those of the aims in report.py.
 FIRST = ("kla", "bayesian", "gated-kalmanet", "afa", "gated-deltanet", "kda", "mamba2", "attention")
 PEERS = ("fla gated-deltanet", "fla kda", "llama")
-OURS = (*FIRST, *(name for name in MIXERS if name not in (*FIRST, "design")))  # "design" is several layers
+# The layers of kalmix, without those that other modules register, and without "design", which is several layers.
+OURS = (*FIRST, *(x for x, y in MIXERS.items() if y.__module__.startswith("kalmix.") and x not in (*FIRST, "design")))
 MODELS = (*FIRST, *PEERS, *(name for name in OURS if name not in FIRST))
 MODES = ("eager", "compiled")
 
