@@ -139,8 +139,8 @@ class DenseBelief(NamedTuple):
 
     Attributes:
         mean: `[N, G, K, V]`, mean of the memory, for N sequences (the batch rows, or the segments) and G heads of v
-            (value heads). Its dtype is float32, or float64 if q, k and v of the op are float64; the op does not accept
-            or return another.
+            (value heads). Its dtype is float32, or float64 if q, k and v of the op are float64; the op accepts and
+            returns no other dtype.
         covariance: `[N, G, K, K]`, covariance of each column, between rows, in the same dtype; symmetric and positive
             semidefinite.
 

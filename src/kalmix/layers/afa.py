@@ -47,7 +47,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
         head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
-            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+            otherwise the largest power of two that is at most min(D / 4, 64), but at least 2.
         rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
             `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         iterations: number of times that attention is computed, with the same parameters, >= 1 (section 2.4). All
@@ -68,12 +68,12 @@ class AdaptiveFilterAttention(TrajectoryLayer):
             the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
             a horizon is negative. Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
-        N = B.
+        dtype of the parameters; under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `times` `[B, T]` is the time of each token, in float64, float32, int64 or int32, non-decreasing in a sequence.
         Default: one unit per token, from 0 or after the last time of the state.
         `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in a dtype of `times`, bfloat16 or

@@ -109,12 +109,13 @@ class AFATransformerBlock(Mixer):
         ArgumentError: an option has the wrong type or value, or no kernel has that name; or, in a call, x, state,
             segments or times has the wrong type, shape, dtype or device, or (checked on CPUs) times decrease in a
             sequence or x has NaN or infinity.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None)`, x and y are `[B, T, D]` in the dtype of the
-        parameters. `times` is `[B, T]`, the time of each token, in float64, float32, int64 or int32. Default: one unit
-        per token, continuing from the state. `state` is an `AFATransformerState`, as an earlier call returned it.
+        parameters; under autocast x may have another, and y has that of autocast. `times` is `[B, T]`, the time of each
+        token, in float64, float32, int64 or int32. Default: one unit per token, continuing from the state. `state`
+        is an `AFATransformerState`, as an earlier call returned it.
         State: 2 H (2 C + 2) floats for keys and values and 2 for times per token, of at most `window` tokens.
 
     Complexity: O(T (S + T) H C) for T tokens after S, the projections and the MLP.

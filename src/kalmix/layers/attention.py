@@ -82,8 +82,9 @@ class Attention(Mixer):
             `attn_implementation` of a model for transformers sets it in all layers.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
-        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters;
+        under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `state` is an `AttentionState`: keys and values `[N, S, kv_heads, head_dim]` of all past tokens.
 
     Complexity: O(T (S + T) heads head_dim) for T tokens after S. Memory of "sdpa" O(T) without a

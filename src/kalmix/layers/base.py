@@ -70,7 +70,7 @@ class Mixer(nn.Module):
         ArgumentError: an option has the wrong type or value, or the op has no kernel of that name; or, in a call, x,
             state or segments has the wrong type, shape, dtype or device, or x is not finite (most layers check this,
             on a CPU only). A state of another layer is refused only if its class or shapes differ.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Attributes:
         design: `kalmix.designs.Design`, the specification of the filter that the layer computes; `None` if no design

@@ -124,7 +124,7 @@ class ControlledFilter(AdaptiveFilterAttention):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded.
         head_dim: complex channels per head, C. Default: D / (2 heads), rounded down, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64, at least 2.
+            largest power of two that is at most min(D / 4, 64), but at least 2.
         rotary_base: base of the initial frequencies; see `StateDynamics`.
         window: number of tokens that a query attends to, including its own; all by default.
         rank: rank of the map to waypoints.
@@ -135,12 +135,12 @@ class ControlledFilter(AdaptiveFilterAttention):
             the wrong type, shape, dtype or device, x, times or horizon is not finite, times decrease in a sequence, or
             a horizon is negative (values are checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
-        N = B.
+        dtype of the parameters; under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `times` `[B, T]` is the time of each token, in float64, float32, int64 or int32, non-decreasing in a sequence.
         Default: one unit per token, from 0 or after the last time of the state.
         `horizon` `[B, T]` >= 0 is the time from each token to that of its output, in these dtypes, bfloat16 or float16;

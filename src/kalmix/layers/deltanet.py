@@ -61,7 +61,7 @@ class DeltaNet(DeltaLayer):
         hidden_size: D.
         heads: number of heads, G. Default: D / K, rounded.
         head_dim: key width, K. Default: D / heads, rounded down, if `heads` is given; otherwise the largest power of
-            two that is at most D / 4 and 128, at least 2.
+            two that is at most min(D / 4, 128), but at least 2.
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
         gate: activation of the output gate, "silu" or "sigmoid"; `None` for no gate, as published.
@@ -74,11 +74,12 @@ class DeltaNet(DeltaLayer):
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong
             type, shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
-        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters;
+        under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
         `conv_state` the last `conv - 1` inputs of the convolution.
 

@@ -82,11 +82,12 @@ class KLA(Mixer):
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
-        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters;
+        under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `state` is a `KLAState` of `2 slots + 3` floats for each of the `expand` D channels. `None` is the prior, with
         mean 0 and variance 1.
 

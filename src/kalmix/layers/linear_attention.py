@@ -33,7 +33,7 @@ class LinearAttention(MemoryLayer):
         hidden_size: D.
         heads: number of heads, G. Default: D / K, rounded, at least 1.
         head_dim: key width, K. Default: D / G, rounded down, at least 1, if `heads` is given; otherwise the largest
-            power of two that is at most D / 4 and 128, at least 2.
+            power of two that is at most min(D / 4, 128), but at least 2.
         expand_v: V / K, value width divided by key width, > 0. V must be an integer.
         kernel: name of a kernel of `kalmix.ops.additive`; by default chosen by device, dtype and shape.
 
@@ -41,11 +41,12 @@ class LinearAttention(MemoryLayer):
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
             shape, dtype or device, or x is not finite (checked on a CPU).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
-        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters;
+        under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V + 1]` in float32 (float64 for float64 inputs), and
         `conv_state` is empty, `[N, 0]`.
 

@@ -31,8 +31,8 @@ class Mamba2(MemoryLayer):
 
     C_t and B_t are query and key, shared by the heads of a group (by default by all heads). M' is the transpose of M,
     and M_0 = 0. Each head learns a rate > 0 and a skip (`D` in the published code), a scale that is initially 1.
-    step_t = softplus(project(x_t) + bias) is one number per head. The norm is an RMS norm with a learned scale, applied
-    to each group.
+    step_t = softplus(project(x_t) + bias) is one number per head. The norm is an RMS norm over the G V / `groups`
+    values of the heads of a group, with a learned scale.
 
     The layer has no posterior: the `kalmix.Filtered` of `layer.filter(x, variance=True)` has variance `None`.
 
@@ -40,7 +40,7 @@ class Mamba2(MemoryLayer):
         hidden_size: D.
         heads: number of value heads, G. Default: `expand` D / V, rounded, at least 1.
         head_dim: value width, V. Default: `expand` D / G, rounded down, at least 1, if `heads` is given; otherwise the
-            largest power of two that is at most D / 4 and 64, at least 2.
+            largest power of two that is at most min(D / 4, 64), but at least 2.
         groups: number of pairs (C, B), a divisor of `heads`.
         state_dim: width of C and B, K, >= 1. Default: 128, or D if that is less.
         expand: G V / D, > 0; used if `heads` or `head_dim` is omitted.
@@ -50,13 +50,14 @@ class Mamba2(MemoryLayer):
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, x, state or segments has the wrong type,
-            shape, dtype or device, or x is not finite (checked on a CPU).
+            shape, dtype or device, or x is not finite (checked on a CPU; the message names a projection, such as `q`).
         TypeError: an option or argument has an unknown name.
-        KernelError: in a call, the requested kernel does not support it. An unknown name is an `ArgumentError`.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
-        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters.
-        `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and N = B.
+        In `y, state = layer(x, state=None, segments=None)`, x and y are `[B, T, D]`, in the dtype of the parameters;
+        under autocast x may have another, and y and `conv_state` have that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `state` is a `MemoryState`: `belief.mean` is M, `[N, G, K, V]` in float32 (float64 for float64 inputs), and
         `conv_state` the last inputs of the convolution, `[N, conv - 1, 2 groups K + G V]`; `[N, 0]` without it.
 

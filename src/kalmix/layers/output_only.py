@@ -13,7 +13,7 @@ class OutputOnly(nn.Module):
 
     A layer returns `(y, state)`. `nn.Sequential` passes the whole pair to the next module, which fails. This wrapper
     drops the state; each call starts from the prior. It accepts x only: call `wrapper.layer` itself to continue a
-    sequence, to pass `segments` or `times`, or to get a variance.
+    sequence or to pass `segments` or `times`, and `wrapper.layer.filter(x, variance=True)` to get a variance.
 
     Args:
         layer: instance of a sequence layer, a `Mixer`. `FilterConv2d` is not a `Mixer`; it returns one tensor already.

@@ -40,7 +40,7 @@ class RadialTangentialAttention(TrajectoryLayer):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
         head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
-            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+            otherwise the largest power of two that is at most min(D / 4, 64), but at least 2.
         rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
             `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         window: number of tokens that a query attends to, including its own, >= 1; all by default.
@@ -55,8 +55,8 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
-        N = B.
+        dtype of the parameters; under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
         int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
         `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or

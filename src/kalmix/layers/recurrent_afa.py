@@ -22,12 +22,13 @@ from kalmix.validation import check_positive_int, check_range
 class RecurrentAFAState(NamedTuple):
     """State of a `RecurrentFilterAttention`: N sequences after their last token.
 
-    A layer checks the fields; this class does not. H is the number of heads, C that of complex channels per head. All
-    fields are 0 before the first token.
+    A layer checks the fields and raises `ArgumentError`; this class does not. H is the number of heads, C that of
+    complex channels per head. All fields are 0 before the first token; a precision of 0 marks this, and the time is
+    then not used.
 
     Attributes:
-        mean: `[N, 2, H, 2 C]`, estimates z_k of the key (index 0) and z_v of the value (index 1): C real parts, then C
-            imaginary parts. In float32 (float64 if the inputs are float64).
+        mean: `[N, 2, H, 2 C]`, the state z of the layer: z_k, observed by keys (index 0), and z_v, observed by values
+            (index 1): C real parts, then C imaginary parts. In float32 (float64 if the inputs are float64).
         precision: `[N, 1, H, 1]`, one number >= 0 per head, the same for its C channels and for z_k and z_v, in the
             dtype of `mean`: 1 / E|error|^2, where E|error|^2 is the variance of a complex channel, real plus imaginary
             part.
@@ -87,7 +88,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         hidden_size: D.
         heads: number of heads, H. Default: D / (2 C), rounded, at least 1.
         head_dim: complex channels per head, C. Default: D / (2 H), rounded down, at least 1, if `heads` is given;
-            otherwise the largest power of two that is at most D / 4 and 64, at least 2.
+            otherwise the largest power of two that is at most min(D / 4, 64), but at least 2.
         rotary_base: base of the initial frequencies, > 0: with P = C / 2 rounded up, they are plus and minus
             `rotary_base`^(-j / P) radians per unit of time, j = 0 to P - 1.
         iterations: number of times that the weight is computed from the estimate, >= 1.
@@ -102,8 +103,8 @@ class RecurrentFilterAttention(TrajectoryLayer):
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
-        dtype of the parameters. `segments` is a `kalmix.Segments` of N sequences; by default each batch row is one, and
-        N = B.
+        dtype of the parameters; under autocast x may have another, and y has that of autocast.
+        `segments` is a `kalmix.Segments` of N sequences in the B rows; by default each row is one, and N = B.
         `times` `[B, T]`: time of each token, in any unit, non-decreasing in a sequence; float64, float32, int64 or
         int32. Default: 0, 1, 2, ... in each sequence, or from the last time of `state` plus 1.
         `horizon` `[B, T]` >= 0: time from each token to its prediction, in a dtype of `times`, bfloat16 or

@@ -32,7 +32,8 @@ class Recipe:
             the documentation of this Python installation; its documents are the topics of `help()` and the docstrings
             of each standard module.
         tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
-        vocab_size: largest vocabulary of "bpe", at least 257; "bytes" always has 257 tokens and ignores it.
+        vocab_size: largest vocabulary of "bpe", at least 257. "bytes" always has 257 tokens; it ignores the value,
+            which must be at least 257 nevertheless.
         layers: tuple with one entry per block: a layer's name, or a dict of its options with the name as "mixer",
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
@@ -45,24 +46,25 @@ class Recipe:
         minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
             `steps` or `minutes` must be given. With both, the limit that is reached first ends the run, and progress is
             the larger of the two fractions.
-        learning_rate: peak learning rate of AdamW. The parameters of latent dynamics, such as decay rates and noises
-            (`Mixer.dynamics_parameters`), have a tenth of it.
+        learning_rate: peak learning rate of AdamW, > 0. The parameters of latent dynamics, such as decay rates and
+            noises (`Mixer.dynamics_parameters`), have a tenth of it.
         weight_decay: weight decay of weight matrices, except embeddings, output head and latent dynamics, which have
             none; >= 0.
         warmup: fraction of the run, 0 to 1, in which the learning rate rises linearly from 0.
         cooldown: fraction of the run, 0 to 1, at its end, in which the learning rate falls linearly to 0. `warmup +
             cooldown` must be at most 1.
-        loss: "cross-entropy" of the next token for the mean read-out, or "marginal": -log of the mean probability
-            that 10 samples of the last layer's posterior give to the next token. The last layer must then have a
-            posterior.
+        loss: "cross-entropy" of the next token for the mean read-out, or "marginal": -log of the next token's
+            probability, where the probability is averaged over 10 samples of the last layer's posterior. The last layer
+            must then have a posterior.
         bf16: train under bfloat16 autocast, on any device.
         compile: compile the model with `torch.compile`.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.
 
     Raises:
         ArgumentError: a setting has another type or value than described; sizes, counts and limits must be positive. An
-            integer is accepted for a float. `train` checks what needs the text or the model: whether `text` exists, and
-            whether layers, `hidden_size` and `loss` fit.
+            integer is accepted for a float. `train` checks what needs the text or the model: that `text` exists, that
+            names and options of layers are known, that `hidden_size` suits the layers, and that the last layer has a
+            posterior for "marginal".
 
     Example:
         >>> from kalmix.training import Recipe

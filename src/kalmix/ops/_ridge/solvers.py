@@ -121,13 +121,14 @@ class Chebyshev:
 
 @dataclass(frozen=True)
 class ConjugateGradient:
-    """Conjugate-gradient method of Hestenes and Stiefel for the system of `kalmix.ops.ridge`, started at 0.
+    """Conjugate-gradient method of Hestenes and Stiefel for (H + lambda I) x = q, the system of `kalmix.ops.ridge`.
 
-    Pass it as the argument `solver` of the op. All kernels support it. It returns the iterate with the smallest
-    residual. With the default ridge and number of iterations it is as accurate as `Exact` in float32. A ridge much
-    smaller than ||H||_F needs more iterations; too few give an inaccurate result without an error. With bfloat16 inputs
-    in kernel "triton", `Chebyshev` is more accurate. An iteration takes O(K^2) time per token. The gradient is
-    implicit: the backward pass solves one more system by this method, with as many iterations.
+    Pass it as the argument `solver` of the op. H is the discounted sum of gain k k' over the tokens so far, the current
+    one included. All kernels support this solver. It starts at 0 and returns the iterate with the smallest residual.
+    With the default ridge `Adaptive(0.02)` and the default number of iterations it is as accurate as `Exact` in
+    float32. A ridge much smaller than ||H||_F needs more iterations; too few give an inaccurate result without an
+    error. With bfloat16 inputs in kernel "triton", `Chebyshev` is more accurate. An iteration takes O(K^2) time per
+    token. The gradient is implicit: the backward pass solves one more system by this method, with as many iterations.
 
     Attributes:
         iterations: number of iterations, an integer >= 1. All of them run. Once the residual of a token is rounding
@@ -151,13 +152,18 @@ class ConjugateGradient:
 
 @dataclass(frozen=True)
 class Exact:
-    """Exact solution of the system of `kalmix.ops.ridge` by Cholesky factorisation, in O(K^3) time per token.
+    """Exact solution of (H + lambda I) x = q, the system of `kalmix.ops.ridge`, by Cholesky factorisation.
 
-    Pass it as the argument `solver` of the op. It has no options. Up to rounding, the solution and its gradient are
-    exact. Kernels "chunked" and "reference" support it; by default the op chooses one of them, also on a GPU.
+    Pass it as the argument `solver` of the op. It has no options. H is the discounted sum of gain k k' over the tokens
+    so far, the current one included. Up to rounding, the solution and its gradient are exact. It takes O(K^3) time per
+    token. Kernels "chunked" and "reference" support it; by default the op chooses one of them, also on a GPU.
+
+    A ridge lost in rounding does not fail: it is raised to eps ||H||_F, where eps is that of the dtype. Where the
+    factorisation still fails, it is repeated with a larger diagonal.
 
     Raises:
-        KernelError: in `kalmix.ops.ridge`, if kernel "triton" is requested.
+        KernelError: in `kalmix.ops.ridge`, if kernel "triton" or an unknown one is requested. In a layer, an unknown
+            name is an `ArgumentError`.
 
     Example:
         >>> from kalmix import ops

@@ -1,4 +1,4 @@
-"""Form of `attend` with a separate noise along one direction that rotates with the state."""
+"""Form of `attend` with a separate noise along one direction, given at each query."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def attend_corotating(
     variance: bool = False,
     **options: Any,
 ) -> Filtered:
-    r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one and rotates with the state.
+    r"""Compute `kalmix.ops.attend` with noise that is isotropic plus rank one, along a direction given at each query.
 
-    This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of token i, scaled to length
-    1. At query token i, the error with which a key token predicts the state has one variance along p_i and another
-    across it. Its covariance is
+    This is appendix B.7.1 of *Attention as an Adaptive Filter*. Let p_i be the direction of query token i, scaled to
+    length 1. At query token i, the error with which a key token predicts the state has one variance along p_i and
+    another across it. Its covariance is
 
         V_along p_i p_i^* + V_across (I - p_i p_i^*)
 
@@ -64,15 +64,18 @@ def attend_corotating(
         process_noise: `[H, 2]`, variance per unit of time along (first column) and across (second column), >= 0.
         key_noise: `[H, 2]`, observation variance along and across, >= 0; must be positive if `variance` is true.
         query_noise: `[H, 2]`, variance of the query along and across, >= 0. `key_noise + query_noise` must be positive.
-        nu: squared residual over its variance, r in `attend`, at which a "rational" weight is 1/2; > 0, a number or
-            `[H, 2]` (along, across).
-        temperature: factor of the logarithm in the softmax, > 0, a number or `[H, 2]` (along, across).
+        nu: scale of the squared residual r of `attend`, for both weights: 1 / (1 + r / nu) ("rational", 1/2 at r = nu)
+            or exp(-r / nu) ("exponential"); > 0 and finite, a number or `[H, 2]` (along, across).
+        temperature: factor of the logarithm in the softmax, > 0, a number or `[H, 2]` (along, across). Larger values
+            sharpen the softmax.
         variance: also return the variance.
-        options: `times`, `weight`, `window`, `floor`, `causal`, `belief`, `segments` and `kernel` of `attend`.
+        options: `times`, `weight`, `window`, `floor`, `causal`, `belief`, `segments` and `kernel` of `attend`, in the
+            same dtypes.
 
     Returns:
         `Filtered` with mean `[B, T, G, 2 C]` in the dtype of `v`; variance `[B, T, G, 2 C]` in the dtype of the belief,
-        `None` unless `variance=True`; and the belief of `attend`. Real and imaginary part of channel c have the
+        `None` unless `variance=True`; and the belief of `attend` (keys, values and times, the same for both calls),
+        which you pass as `belief` to continue. Real and imaginary part of channel c have the
         variance |p_c|^2 along + (1 - |p_c|^2) across, where `along` and `across` are the variances of the two calls.
 
     Raises:
