@@ -19,6 +19,43 @@ def test_seed_selects_the_signs_of_an_orthonormal_basis(seed: int) -> None:
     assert all((basis - other).abs().max() > 0.1 for other in others)
 
 
+@pytest.mark.parametrize("width", [16, 32, 128])
+def test_signs_are_balanced_and_not_periodic(width: int) -> None:
+    """Means over 400 seeds are within 5 standard deviations of 0, for single signs and for pairs at each lag."""
+    signs = torch.stack([_signs(seed, width) for seed in range(-200, 200)])
+    assert len(signs.unique(dim=0)) == 400
+    assert signs.mean(0).abs().max() < 5 / 400**0.5
+    for lag in range(1, width):
+        correlation = (signs[:, lag:] * signs[:, : width - lag]).mean(1)  # of each seed
+        deviation = (width - lag) ** -0.5
+        assert correlation.mean().abs() < 5 * deviation / 400**0.5, lag
+        assert correlation.square().mean() < 1.5 * deviation**2, lag
+
+
+@pytest.mark.parametrize("seed", [-(2**31) + 1, -13, 2**31 - 1])
+def test_compiled_and_exported_bases_equal_eager_ones(seed: int) -> None:
+    """One graph without a break serves all widths."""
+    basis, like = _Basis(seed), torch.zeros(3, 16)
+    compiled = torch.compile(basis, backend="aot_eager", fullgraph=True, dynamic=True)
+    for x in (like, torch.zeros(3, 24)):
+        torch.testing.assert_close(compiled(x), basis(x))
+    torch.testing.assert_close(torch.export.export(basis, (like,)).module()(like), basis(like))
+
+
+class _Basis(torch.nn.Module):
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.sketch = Sketch(5, seed=seed)
+
+    def forward(self, like: torch.Tensor) -> torch.Tensor:
+        return sketch_basis(self.sketch, like)
+
+
+def _signs(seed: int, width: int) -> torch.Tensor:
+    """Return the signs of a sketch: its first column is constant but for them."""
+    return sketch_basis(Sketch(1, seed=seed), torch.zeros(1, width))[:, 0].sign()
+
+
 @pytest.mark.parametrize("solver", [Chebyshev(7), ConjugateGradient(3), Exact()], ids=str)
 def test_encoded_solver_includes_the_seed(solver) -> None:
     sketch = Sketch(4, solver, seed=9)

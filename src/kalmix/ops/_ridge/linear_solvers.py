@@ -170,7 +170,7 @@ def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def sketch_basis(sketch: Sketch, like: Tensor) -> Tensor:
     """Return the orthonormal basis `[K, dim]` of a sketch, with the dtype and device of `like` `[..., K]`.
 
-    It is a subsampled randomised cosine transform: `dim` evenly spaced cosines, with random signs of the keys.
+    It is a subsampled randomised cosine transform: `dim` evenly spaced cosines, with pseudo-random signs of the keys.
     """
     width = like.shape[-1]
     dim = min(sketch.dim, width)
@@ -178,9 +178,23 @@ def sketch_basis(sketch: Sketch, like: Tensor) -> Tensor:
     frequency = (column * width / dim).floor()
     cosines = torch.cos((key[:, None] + 0.5) * frequency * math.pi / width)
     one = torch.ones_like(frequency)
-    signs = torch.where(torch.sin((key + 1) * (12.9898 + sketch.seed)) < 0, -1.0, 1.0)
     length = (torch.where(frequency == 0, one, 2 * one) / width).sqrt()
-    return (signs[:, None] * cosines * length).to(like.dtype)
+    return (random_signs(sketch.seed, width, like.device)[:, None] * cosines * length).to(like.dtype)
+
+
+def random_signs(seed: int, count: int, device: torch.device) -> Tensor:
+    """Return pseudo-random signs `[count]`, 1 or -1, the same on every device."""
+    position = torch.arange(count, device=device)
+    bits = _hash_bits(_hash_bits(torch.full_like(position, seed)) + position)
+    return torch.where(bits % 2 == 1, -1.0, 1.0)
+
+
+def _hash_bits(x: Tensor) -> Tensor:
+    """Hash the lowest 32 bits of integers; the factor is below 2^31, so that no product exceeds int64."""
+    x = x & 0xFFFFFFFF
+    for _ in range(2):
+        x = ((x ^ (x >> 16)) * 0x45D9F3B) & 0xFFFFFFFF
+    return x ^ (x >> 16)
 
 
 def encode_solver(solver: Solver) -> list[int]:

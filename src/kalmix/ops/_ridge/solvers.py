@@ -177,11 +177,13 @@ class Exact:
 class Sketch:
     """Solver of `kalmix.ops.ridge` that searches a random subspace only (appendix L of Gated KalmaNet).
 
-    At each token, `ridge` solves S x = q for the query q, where S `[K, K]` is H + lambda I of `Chebyshev`. With an
-    orthonormal basis B `[K, dim]`, a sketch uses x = B (B'S B)^{-1} B'q, the vector of the subspace with the smallest
-    error e, measured as e'S e. The columns of B are `dim` of the K cosine functions of a discrete cosine transform,
-    evenly spaced in frequency; row n is multiplied by a random sign. B depends on `seed`, K and `dim` only: neither on
-    data nor on torch's random state. With dim >= K, B has K columns, and the result is that of `solver`.
+    At each token, `ridge` solves S x = q for the query q. Here S `[K, K]` is H + lambda I, H is the discounted sum of
+    gain k k' over the tokens so far, and lambda is the ridge. With an orthonormal basis B `[K, dim]`, a sketch uses x =
+    B (B'S B)^{-1} B'q, the vector of the subspace with the smallest e'S e, where e = x - S^{-1} q is the error. The
+    columns of B are `dim` of the K cosine functions of a discrete cosine transform, evenly spaced in frequency; row n
+    is multiplied by a pseudo-random sign, a hash of `seed` and n. So B depends on `seed`, K and `dim` only: neither on
+    data, nor on the device, nor on torch's random state. With dim >= K, B has K columns, and the result is that of
+    `solver`.
 
     Kernel "triton" does not support sketches: the default is another kernel, and `ridge(..., kernel="triton")` raises
     `KernelError`.
@@ -189,8 +191,9 @@ class Sketch:
     Attributes:
         dim: dimension of the subspace, >= 1.
         solver: solver of the projected system: `Chebyshev`, `ConjugateGradient` or `Exact`. Default: `Chebyshev()`.
-            The backward pass solves one more projected system by it. The `backward` of a `Chebyshev` is ignored.
-        seed: integer that selects the random signs; it may be negative.
+            The backward pass solves one more projected system by it. The `backward` of a `Chebyshev` is ignored:
+            the gradient is implicit.
+        seed: integer that selects the signs; it may be negative.
 
     Raises:
         ArgumentError: `dim` is not a positive integer, `solver` is not one of these, or `seed` is not an integer of
