@@ -51,8 +51,8 @@ def attend_radial(
         w_i      = (I - u_i u_i^*) sum_j A_across v_ij
         mean_i   = m_i (v_i + w_i) / |v_i + w_i|,   0 if v_i is 0
 
-    V, r = e / V, weight, A and variance of either component follow from its noises as in `kalmix.ops.attend`. So
-    magnitude and direction are averaged separately. Misprints of the paper are corrected; the documentation of
+    Each component has its own noises, and so its own V, r = e / V, weight, A and variance, as in `kalmix.ops.attend`.
+    So magnitude and direction are averaged separately. Misprints of the paper are corrected; the documentation of
     `kalmix.layers.RadialTangentialAttention` lists them.
 
     B is the batch size, T the number of tokens, H the number of heads, C the number of complex channels. Complex
@@ -70,21 +70,23 @@ def attend_radial(
         key_noise: `[H, 2]`, observation variance, >= 0; must be positive if `variance` is true.
         query_noise: `[H, 2]`, variance of the query, >= 0. `key_noise + query_noise` must be positive.
         nu: Scale of the residual, > 0 and finite, a number or `[H, 2]`.
-        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`.
+        temperature: Factor of the logarithm in the softmax, > 0, a number or `[H, 2]`. Larger values sharpen the
+            softmax.
         times, weight, window, floor, causal, belief, segments: as in `kalmix.ops.attend`.
         variance: also return the variance.
 
     Returns:
         `Filtered` with mean `[B, T, H, 2 C]` in the dtype of `v`, variance `[B, T, H, 2 C]` in the dtype of the belief
         (`None` unless `variance=True`), and the `HistoryBelief` as from `kalmix.ops.attend` (`None` if not `causal`).
-        The variance of channel c is |u_c|^2 times the variance along the direction plus 1 - |u_c|^2 times the one
-        across, the same for real and imaginary part. Tokens outside every segment have mean and variance 0.
+        The variance of channel c is |u_c|^2 times the variance along the direction plus (1 - |u_c|^2) times the
+        one across, the same for real and imaginary part. Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
 
-    There is one implementation, of PyTorch operations, with derivatives of every order (of first order in compiled
-    code). Values are checked as in `kalmix.ops.attend`.
+    There is one implementation, of PyTorch operations, with derivatives of every order. Compiled code has those of
+    first order only; PyTorch does not always raise an error for higher ones there. Values are checked as in
+    `kalmix.ops.attend`.
 
     Complexity: O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
 

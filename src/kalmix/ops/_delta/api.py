@@ -49,8 +49,9 @@ def delta(
         v: `[B, T, G, V]`, observed values, in the dtype of `q`. G must be a multiple of H; value head g
             uses key head g // (G / H), with its own gain and decay.
         gain: `[B, T, G]` to write along the key, or `[B, T, G, K]`, the vector to write along; any sign. 0 means no
-            write, and 1 with a key of norm 1 replaces the stored value. Float32 results are tested with Kalman gains
-            for a prior variance of 1 and observation variances of at least 1e-4.
+            write, and 1 with a key of norm 1 replaces the stored value. Float32 results are tested with gains per
+            head with 0 <= gain |k|^2 <= 1, and with gain vectors that are Kalman gains for prior variances from 0.1 to
+            10 and observation variances of at least 1e-4.
         log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
             entry). Natural logarithm, per token, <= 0 and finite. Default: no decay.
         belief: prior, with mean `[N, G, K, V]` in float32 (float64 if the inputs are). N is B, or the number of
@@ -77,8 +78,7 @@ def delta(
     describes its reach.
 
     Complexity: O(T K V) time in "triton" and "reference", O(T K (K + V)) in "chunked". Training stores
-    O(T (K + V) + T K V / 64) numbers (more for keys narrower than 64, short sequences and float32, whose tiles are
-    smaller), O(T K V) in "reference".
+    O(T (K + V) + T K V / 64) numbers (more with K < 64, short sequences or float32), O(T K V) in "reference".
 
     Example:
         >>> from kalmix import ops

@@ -164,15 +164,17 @@ def recomputed_op(name: str, function: Function, fake: Function, kernel: str) ->
     Args:
         name: qualified name, "namespace::name", such as "kalmix::attend_radial". A process can register it once.
         function: takes a list of tensors and a list of integers; returns a list or tuple of new tensors. It must not
-            modify its arguments.
+            modify or return its arguments or views of them; this is not checked.
         fake: function of the same arguments that returns empty tensors of the shapes and dtypes of the results. PyTorch
             calls it where it needs shapes only.
-        kernel: phrase that names the op in the messages of `KernelError`, such as "`attend_radial` when compiled".
+        kernel: phrase (not the name of a kernel) that names the op in the messages of `KernelError`, such as
+            "`attend_radial` when compiled".
 
     Returns:
-        The registered op, which takes the arguments of `function` and returns a list. It has gradients of first order.
-        It raises `KernelError` for gradients of higher order and for forward-mode derivatives. PyTorch raises
-        `RuntimeError` for other transforms of `torch.func`, and for arguments that are not such lists.
+        The registered op, which takes the arguments of `function` and returns a list. `backward()` and
+        `torch.autograd.grad` compute its gradients of first order. It raises `KernelError` for gradients of higher
+        order and for forward-mode derivatives. PyTorch raises `RuntimeError` for other transforms of `torch.func`
+        (`grad`, `jacrev`, `vmap`), and for arguments that are not such lists.
 
     Raises:
         ArgumentError: `name` has another form or is registered already, or `function` or `fake` is not callable. The op

@@ -31,8 +31,9 @@ class SeparablePrecision(NamedTuple):
 
     Exponentials of a lag are products of a factor of the query and one of the key, so `attend_separable` needs linear
     time (appendix B.3 of *Attention as an Adaptive Filter*). The approximation has the value and the slope of 1 / V at
-    lag 0, and the same limit; between, it is too small (docs/results/afa.md). If `process_noise` and `query_noise` are
-    0, `rate` and `last` are 0 and the approximation stays at `first`; 1 / V then grows without limit if there is decay.
+    lag 0, and the same limit; at lags in between it is at most 1 / V, and docs/results/afa.md says by how much. If
+    `process_noise` and `query_noise` are 0, `rate` and `last` are 0 and the approximation stays at `first`; 1 / V then
+    grows without limit if there is decay.
 
     `SeparablePrecision.of(dynamics)` computes it from `kalmix.ops.Dynamics`, without the frequency. Its method
     `after(lag)` returns the precision after a lag >= 0, a number or a tensor that broadcasts with the fields. Fields
@@ -40,8 +41,9 @@ class SeparablePrecision(NamedTuple):
 
     Attributes:
         first: precision at lag 0, 1 / (key_noise + query_noise), in any shape that broadcasts with the other fields;
-            from `of`, that of the noises, such as `[H]` or `[H, C]`.
-        last: limit of the precision for large lags; 0 if `rate` is 0 or there is no decay.
+            from `of`, the shape of the noises, such as `[H]` or `[H, C]`.
+        last: limit for large lags if `rate` > 0; 0 without decay. If `rate` is 0, it has no effect, and `of`
+            sets it to 0.
         rate: rate of the exponential per unit of time, >= 0.
 
     Raises:
