@@ -114,7 +114,7 @@ def test_residual_and_norm_have_second_derivatives():
 
 @pytest.mark.parametrize("name", ["eager", "triton"])
 def test_wide_residual_of_a_narrow_output(name):
-    """As under autocast: the sum stays float32, and each input gets a gradient of its own dtype."""
+    """Under autocast the sum stays float32, and each input gets a gradient of its own dtype."""
     x, weight, residual = (y.to(DEVICE).requires_grad_() for y in norm_inputs((3, 8), 8, GATES[1]))
     narrow = x.detach().bfloat16().requires_grad_()
     expected = torch.autograd.grad(add_rms_norm(narrow.float(), residual, weight, 1e-5)[1].pow(3).sum(), residual)[0]

@@ -96,7 +96,7 @@ def test_autocast_of_the_forward_pass_is_used_again(linear):
 
 
 def test_modules_that_save_their_input_twice_and_nested_calls(linear):
-    """As adapters do beside a linear layer; the inner call is inside the module of the outer one."""
+    """An adapter beside a linear layer also saves its input; the inner call is inside the module of the outer one."""
     other = nn.Linear(4, 8).to(DEVICE)
 
     def inner(y):

@@ -20,7 +20,7 @@ from triton.runtime.driver import driver
 
 from kalmix.errors import KernelError
 from kalmix.layers.fused import dispatch
-from kalmix.ops._shared.custom_op import IMPLEMENTATIONS
+from kalmix.ops._shared.custom_op import OP_FUNCTIONS
 from kalmix.ops._shared.gpu import num_multiprocessors, shared_memory
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.ops._shared.triton.compile_and_launch import Launch, dry_run
@@ -191,7 +191,7 @@ class _Implementations(TorchDispatchMode):
     """Mode in which custom ops run their implementation on meta tensors too, instead of returning empty tensors."""
 
     def __torch_dispatch__(self, op: Any, types: Any, inputs: Any = (), keywords: Any = None) -> Any:
-        if op not in IMPLEMENTATIONS:
+        if op not in OP_FUNCTIONS:
             return op(*inputs, **(keywords or {}))
         with self:
-            return IMPLEMENTATIONS[op](*inputs, **(keywords or {}))
+            return OP_FUNCTIONS[op](*inputs, **(keywords or {}))

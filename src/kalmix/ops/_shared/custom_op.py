@@ -23,7 +23,7 @@ from kalmix.validation import in_transform
 Function = Callable[..., Any]
 REFERENCE = "kernel='reference'"
 UNCOMPILED = "uncompiled code"
-IMPLEMENTATIONS: dict[Any, Function] = {}  # function of each op of `custom_op`
+OP_FUNCTIONS: dict[Any, Function] = {}  # function of each op of `custom_op`
 
 
 def custom_op(name: str, function: Function, fake: Function) -> Any:
@@ -42,7 +42,7 @@ def custom_op(name: str, function: Function, fake: Function) -> Any:
     torch.library.register_fake(name, fake)
     space, own = name.split("::")
     op = getattr(getattr(torch.ops, space), own).default
-    IMPLEMENTATIONS[op] = function
+    OP_FUNCTIONS[op] = function
     return op
 
 
@@ -115,7 +115,7 @@ def without_dispatcher(op: Any, setup: Function | None = None, backward: Functio
         op: result of `custom_op`.
         setup, backward: its backward pass as `torch.library.register_autograd` takes it; `None` if it has none.
     """
-    function = IMPLEMENTATIONS[op]
+    function = OP_FUNCTIONS[op]
 
     class EagerCall(torch.autograd.Function):
         @staticmethod

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
 HOPPER_SHARED_MEMORY = 232_448  # bytes; on the CPU, rules choose the tiles of an H100, so that tests use these
 HOPPER_MULTIPROCESSORS = 132
 BLACKWELL = 10  # compute capability of B200 and GB200; GeForce GPUs of that generation have 12
+
+
+def constant_in_graphs(function: Callable[[int | None], Any]) -> Callable[[int | None], Any]:
+    """Mark a function of a GPU's index, so that `torch.compile` calls it while tracing and stores the result.
+
+    `torch.compiler.assume_constant_result` does the same, but imports the compiler, which takes two seconds.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 @cache
@@ -25,6 +36,7 @@ def num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
+@constant_in_graphs
 def gpu_shared_memory(index: int | None) -> int:
     """Return `shared_memory` of GPU `index` (the current one if `None`); that of an H100 without a GPU."""
     if not torch.cuda.is_available():
@@ -32,6 +44,7 @@ def gpu_shared_memory(index: int | None) -> int:
     return _shared_memory(torch.cuda.current_device() if index is None else index)
 
 
+@constant_in_graphs
 def unsupported_blackwell(index: int | None) -> str | None:
     """Return why Triton cannot compile large products for GPU `index` (the current one if `None`), or `None`."""
     if not torch.cuda.is_available():
@@ -40,11 +53,6 @@ def unsupported_blackwell(index: int | None) -> str | None:
     if major == BLACKWELL and torch.version.cuda is not None:
         return f"Triton 3.6 does not compile it for GPUs of compute capability {major}.{minor} (Blackwell)"
     return None
-
-
-# Equivalent to `torch.compiler.assume_constant_result`, which imports the compiler and takes two seconds.
-gpu_shared_memory._dynamo_marked_constant = True  # type: ignore[attr-defined]
-unsupported_blackwell._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _shared_memory(device: torch.device | int) -> int:

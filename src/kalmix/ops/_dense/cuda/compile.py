@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared.gpu import constant_in_graphs
+
 HOPPER = (9, 0)
 _HERE = Path(__file__).parent
 _HEADER = "fragments.cuh"
@@ -27,13 +29,10 @@ _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 Options = tuple[tuple[str, int], ...]
 
 
+@constant_in_graphs
 def unsupported_gpu(index: int | None) -> str | None:
     """Return why GPU `index` (the current one if `None`) cannot run these kernels, or `None` if it can."""
     return _unsupported(torch.cuda.current_device() if index is None else index)
-
-
-# Equivalent to `torch.compiler.assume_constant_result`, which imports the compiler and takes two seconds.
-unsupported_gpu._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache
