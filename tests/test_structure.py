@@ -70,6 +70,37 @@ def test_named_tuples_are_not_changed_by_replace():
     assert not [str(x.relative_to(ROOT)) for x in files if "._replace(" in x.read_text()]
 
 
+def test_variables_that_a_triton_loop_changes_start_as_different_values():
+    """Triton does not carry `b` through a loop that changes `a` and `b` after `b = a`; its interpreter does."""
+    assert not [
+        f"{path.relative_to(ROOT)}:{loop.lineno}: {', '.join(names)} start as one value"
+        for path in (ROOT / "src").rglob("*.py")
+        for function in _triton_functions(ast.parse(path.read_text()))
+        for loop in ast.walk(function)
+        if isinstance(loop, ast.While) or (isinstance(loop, ast.For) and "static_range" not in ast.unparse(loop.iter))
+        for names in _aliases_changed_by(loop, function)
+    ]
+
+
+def _triton_functions(tree: ast.Module) -> list[ast.FunctionDef]:
+    functions = [x for x in ast.walk(tree) if isinstance(x, ast.FunctionDef)]
+    return [x for x in functions if any("triton.jit" in ast.unparse(y) for y in x.decorator_list)]
+
+
+def _aliases_changed_by(loop: ast.For | ast.While, function: ast.FunctionDef) -> list[list[str]]:
+    """Return groups of variables that begin as the same variable and that the loop assigns."""
+    changed = {x.id for x in ast.walk(loop) if isinstance(x, ast.Name) and isinstance(x.ctx, ast.Store)}
+    groups: dict[str, set[str]] = {}
+    for node in ast.walk(function):
+        if isinstance(node, ast.Assign) and node.lineno < loop.lineno:
+            (target,), value = node.targets, node.value
+            names, values = (x.elts if isinstance(x, ast.Tuple) else [x] for x in (target, value))
+            for name, source in zip(names, values, strict=False):
+                if isinstance(name, ast.Name) and isinstance(source, ast.Name):
+                    groups.setdefault(source.id, {source.id}).add(name.id)
+    return [sorted(group & changed) for group in groups.values() if len(group & changed) > 1]
+
+
 def _custom_ops(tree: ast.Module) -> set[str]:
     """Return the names of functions that a module registers as custom ops, and their fakes."""
     calls = [x for x in ast.walk(tree) if isinstance(x, ast.Call) and isinstance(x.func, ast.Name)]

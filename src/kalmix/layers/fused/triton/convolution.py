@@ -140,7 +140,7 @@ def forward_kernel(
     later_value = _load_token(x, first + 1, length, stride, channel, C)
     next_id = _load_sequence(ids, first, length, PACKED)
     later_id = _load_sequence(ids, first + 1, length, PACKED)
-    previous = next_id
+    previous = _load_sequence(ids, first, length, PACKED)  # no alias of `next_id`: Triton would not carry it
     for token in range(first, tl.minimum(first + chunk, length)):
         value, sequence = next_value.to(tl.float32), next_id
         next_value, next_id = later_value, later_id
@@ -199,7 +199,8 @@ def backward_kernel(
     later_grad = _load_token(dy, first + 1, length, C, channel, C)
     next_id = _load_sequence(ids, first, length, PACKED)
     later_id = _load_sequence(ids, first + 1, length, PACKED)
-    id1, id2, id3 = next_id, next_id, next_id
+    id1 = _load_sequence(ids, first, length, PACKED)  # no aliases of `next_id`: Triton would not carry them
+    id2, id3 = _load_sequence(ids, first, length, PACKED), _load_sequence(ids, first, length, PACKED)
     for token in range(first, end + S - 1):
         value, grad, sequence = next_value.to(tl.float32), next_grad.to(tl.float32), next_id
         next_value, next_grad, next_id = later_value, later_grad, later_id

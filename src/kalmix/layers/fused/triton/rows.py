@@ -14,7 +14,7 @@ def block_of_rows(width: int) -> dict[str, Any]:
     """Return the padded width `P` of a row, the rows `ROWS` of a program, and its warps."""
     padded = 1 << (width - 1).bit_length()
     rows = max(1, BLOCK // padded)
-    return {"P": padded, "ROWS": rows, "num_warps": min(16, padded * rows // ELEMENTS_PER_WARP)}
+    return {"P": padded, "ROWS": rows, "num_warps": max(1, min(16, padded * rows // ELEMENTS_PER_WARP))}
 
 
 def split_rows(x: Tensor) -> Tensor:
