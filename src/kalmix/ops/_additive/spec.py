@@ -6,6 +6,7 @@ from kalmix.ops._additive.api import additive
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.lowering import lower
 from kalmix.ops._additive.oracle import RECURSION
+from kalmix.ops._additive.update import additive as update
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -22,4 +23,5 @@ SPEC = OpSpec(
     lower=lower,
     recursion=RECURSION,
     least_noise=1e-4,
+    update=update,
 )

@@ -6,6 +6,7 @@ from kalmix.ops._delta.api import delta
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.lowering import lower
 from kalmix.ops._delta.oracle import RECURSION
+from kalmix.ops._delta.update import delta as update
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -22,4 +23,5 @@ SPEC = OpSpec(
     lower=lower,
     recursion=RECURSION,
     least_noise=1e-4,
+    update=update,
 )

@@ -120,17 +120,9 @@ def dense(
         True
     """
     sizes = check_tokens(q, k, v, variance)
-    per_row = ("B T G K",)
-    if angle is not None:
-        if sizes["K"] % 2:
-            raise ArgumentError("q", problem=f"has width {sizes['K']}", expected="an even width when `angle` is given")
-        per_row = ("B T G P",)
-        sizes["P"] = sizes["K"] // 2
-        check_signal("angle", angle, per_row, sizes, v)
-    if log_decay is not None:
-        check_signal("log_decay", log_decay, ("B T G", *per_row), sizes, v, maximum=0.0)
-    check_signal("obs_noise", obs_noise, ("B T G",), sizes, v, minimum=torch.finfo(torch.float32).tiny)
-    check_signal("process_noise", process_noise, ("B T G",), sizes, v, minimum=0.0)
+    if angle is not None and sizes["K"] % 2:
+        raise ArgumentError("q", problem=f"has width {sizes['K']}", expected="an even width when `angle` is given")
+    check_dense_signals(v, sizes, obs_noise, process_noise, log_decay, angle)
     sizes["N"] = check_segments(segments, sizes["B"], sizes["T"], q.device)
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     features = frozenset({"rotations"} if angle is not None else ())
@@ -142,6 +134,26 @@ def dense(
     _check_noise(obs_noise, belief, segments)
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     return implementation(signals, belief, segments, variance)
+
+
+def check_dense_signals(
+    v: Tensor,
+    sizes: dict[str, int],
+    obs_noise: Tensor,
+    process_noise: Tensor,
+    log_decay: Tensor | None,
+    angle: Tensor | None,
+) -> None:
+    """Check the signals other than q, k and v, given the sizes by letter."""
+    per_row = ("B T G K",)
+    if angle is not None:
+        per_row = ("B T G P",)
+        sizes["P"] = sizes["K"] // 2
+        check_signal("angle", angle, per_row, sizes, v)
+    if log_decay is not None:
+        check_signal("log_decay", log_decay, ("B T G", *per_row), sizes, v, maximum=0.0)
+    check_signal("obs_noise", obs_noise, ("B T G",), sizes, v, minimum=torch.finfo(torch.float32).tiny)
+    check_signal("process_noise", process_noise, ("B T G",), sizes, v, minimum=0.0)
 
 
 def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | None) -> None:

@@ -8,6 +8,7 @@ from kalmix.ops._dense.api import LEAST_NOISE, dense
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower
 from kalmix.ops._dense.oracle import RECURSION
+from kalmix.ops._dense.update import dense as update
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -27,4 +28,5 @@ SPEC = OpSpec(
     lower=lower,
     recursion=RECURSION,
     least_noise=LEAST_NOISE[torch.float32],
+    update=update,
 )

@@ -6,6 +6,7 @@ from kalmix.ops._diagonal.api import diagonal
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.lowering import lower
 from kalmix.ops._diagonal.oracle import RECURSION
+from kalmix.ops._diagonal.update import diagonal as update
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -23,4 +24,5 @@ SPEC = OpSpec(
     lower=lower,
     recursion=RECURSION,
     least_noise=1e-4,
+    update=update,
 )

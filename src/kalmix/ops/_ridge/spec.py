@@ -6,6 +6,7 @@ from kalmix.ops._ridge.api import ridge
 from kalmix.ops._ridge.kernels import KERNELS
 from kalmix.ops._ridge.lowering import lower
 from kalmix.ops._ridge.oracle import RECURSION
+from kalmix.ops._ridge.update import ridge as update
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -26,4 +27,5 @@ SPEC = OpSpec(
     lower=lower,
     recursion=RECURSION,
     least_noise=1e-4,
+    update=update,
 )

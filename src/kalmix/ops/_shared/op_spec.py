@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kalmix.designs.kinds import Algebra
 from kalmix.designs.spec import register_algebra
@@ -30,6 +31,8 @@ class OpSpec:
         recursion: definition of the op for one token, in float64, by which `kalmix.oracle` computes expected results.
         least_noise: smallest observation variance with which float32 results are tested, as the docstring of `function`
             says. Tests draw variances from this value to 100.
+        update: function that computes what tokens do to any belief, such as `kalmix.updates.dense`; `None` if the
+            belief stores all tokens.
         name: name of the op, such as "dense"; a property.
         has_variance: whether `function` has the argument `variance`; a property.
         folder: import path of the op's package; a property.
@@ -48,6 +51,7 @@ class OpSpec:
     lower: LowerFn
     recursion: Recursion
     least_noise: float
+    update: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
