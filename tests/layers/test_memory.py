@@ -294,6 +294,20 @@ def test_bayesian_layer(groups):
     torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.parametrize("decays", [1, 2])
+def test_bayesian_layer_shares_decays_of_adjacent_columns(decays):
+    """The layer equals the one with a rate per column whose rates are repeated."""
+    sharing, x = made(BayesianLayer(D, heads=2, head_dim=4, decays_per_head=decays))
+    full = BayesianLayer(D, heads=2, head_dim=4).double()
+    weights, rate = sharing.state_dict(), "decay.dynamics.log_rate"
+    assert weights[rate].shape == (2 * decays,)
+    full.load_state_dict(weights | {rate: weights[rate].repeat_interleave(4 // decays)})
+    got, expected = sharing.filter(x, variance=True), full.filter(x, variance=True)
+    torch.testing.assert_close(got.mean, expected.mean, **CLOSE)
+    torch.testing.assert_close(got.variance, expected.variance, **CLOSE)
+    assert sharing.signals(x)["log_decay"].ndim == (3 if decays == 1 else 4)  # kernels are faster for one per head
+
+
 def test_rotation_by_zero_changes_nothing():
     """At frequency 0 the hidden halves stay 0: the layer equals the one without rotations."""
     turning, x = made(BayesianLayer(D, heads=2, head_dim=3, rotations=True))

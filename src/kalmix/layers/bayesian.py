@@ -26,7 +26,8 @@ class BayesianLayer(MemoryLayer):
     The layer computes from each token a process noise and a step per head, and an observation noise per group. A noise
     is a softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the
     product of frequency and step. Each head learns a rate, and with rotations a frequency, for each of the K columns of
-    its keys (appendix G). The prior of a memory has mean 0 and covariance I.
+    its keys (appendix G); `decays_per_head` shares rates between columns. The prior of a memory has mean 0 and
+    covariance I.
 
     q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
     by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
@@ -44,6 +45,8 @@ class BayesianLayer(MemoryLayer):
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
+        decays_per_head: number of rates per head; each serves K / `decays_per_head` adjacent columns of the keys. It
+            must divide K. Default: K, as in the paper. Kernels on a GPU are faster for 1. With rotations it must be K.
         rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
             with row j + K, and keys and queries multiply the first K rows only. Otherwise R = K.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
@@ -52,8 +55,9 @@ class BayesianLayer(MemoryLayer):
         kernel: name of a kernel of `kalmix.ops.dense`; by default chosen by device, dtype and shape.
 
     Raises:
-        ArgumentError: an option has the wrong type or value, or `groups` does not divide V; or, in a call, x, state or
-            segments has the wrong type, shape, dtype or device, or x is not finite (checked on a CPU).
+        ArgumentError: an option has the wrong type or value, `groups` does not divide V, or `decays_per_head` does not
+            divide K; or, in a call, x, state or segments has the wrong type, shape, dtype or device, or x is not finite
+            (checked on a CPU).
         TypeError: an option or argument has an unknown name.
         KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
@@ -86,6 +90,7 @@ class BayesianLayer(MemoryLayer):
         head_dim: int | None = None,
         expand_v: float = 2.0,
         groups: int = 1,
+        decays_per_head: int | None = None,
         rotations: bool = False,
         conv: int = 4,
         gate: str | None = "silu",
@@ -98,15 +103,21 @@ class BayesianLayer(MemoryLayer):
             raise ArgumentError(
                 "groups", got=groups, expected=f"a divisor of {head_sizes.value_width} (columns of a head)"
             )
+        width, rates = head_sizes.key_width, head_sizes.key_width if decays_per_head is None else decays_per_head
+        check_positive_int("decays_per_head", rates)
+        if width % rates or (rotations and rates != width):
+            accepted = f"{width} with rotations" if rotations else f"a divisor of {width} (columns of a key)"
+            raise ArgumentError("decays_per_head", got=rates, expected=accepted)
         sizes = replace_fields(
             head_sizes, heads=head_sizes.heads * groups, value_width=head_sizes.value_width // groups
         )
         options = {"conv": conv, "gate": gate, "norm_eps": norm_eps, "kernel": kernel}
         super().__init__(hidden_size, sizes, norm_width=head_sizes.value_width, **options)
         self.groups = groups
+        self.decays_per_head = rates
         self.rotations = rotations
         self.decay: StepDecay = StepDecay(
-            hidden_size, (head_sizes.heads, head_sizes.key_width), (head_sizes.heads, 1), rotates=rotations
+            hidden_size, (head_sizes.heads, rates), (head_sizes.heads, 1), rotates=rotations
         )
         self.process_noise: NoiseVariance = NoiseVariance(hidden_size, head_sizes.heads, **VARIANCES["process_noise"])
         self.obs_noise: NoiseVariance = NoiseVariance(hidden_size, sizes.heads, **VARIANCES["obs_noise"])
@@ -129,10 +140,15 @@ class BayesianLayer(MemoryLayer):
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute noises `[B, T, G]`, log-decays `[B, T, G, K]` and, with rotations, angles `[B, T, G, K]`.
 
-        The groups of a head share all but the observation noise.
+        With one decay per head, log-decays are `[B, T, G]`. The groups of a head share all but the observation noise.
         """
-        decay = self.decay(x)
-        shared = {"log_decay": decay.log_decay, "angle": decay.angle, "process_noise": self.process_noise(x)}
+        decay, width = self.decay(x), self.sizes.key_width
+        log_decay = decay.log_decay
+        if self.decays_per_head == 1 < width:
+            log_decay = log_decay.squeeze(-1)
+        elif self.decays_per_head < width:
+            log_decay = log_decay.repeat_interleave(width // self.decays_per_head, dim=-1)
+        shared = {"log_decay": log_decay, "angle": decay.angle, "process_noise": self.process_noise(x)}
         signals = {name: signal for name, signal in shared.items() if signal is not None}
         if self.groups > 1:
             signals = {name: signal.repeat_interleave(self.groups, dim=2) for name, signal in signals.items()}
