@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import statistics
+import tempfile
 from dataclasses import asdict, replace
 from io import StringIO
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from kalmix_bench.perf import model_rows
 from kalmix_bench.perf.models import build, experiment, measure, report
 from kalmix_bench.perf.models.protocol import FIRST, MODELS, OURS, PEERS, PRESETS, ModelCell, ModelSize
 from kalmix_bench.runner import workers
@@ -33,8 +35,9 @@ MEASURED = {
 
 
 @pytest.fixture(autouse=True)
-def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
+def quickly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Fork processes, which see no GPU, and end them at once; train on a short text."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # a lock that no other process of the machine has
     monkeypatch.setattr(workers, "START_METHOD", "fork")
     monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
     monkeypatch.setattr(measure, "word_tokens", lambda vocab_size: torch.arange(200) % vocab_size)
@@ -158,11 +161,11 @@ def test_finished_rows_are_not_run_again_and_each_has_a_process(kalmix, tmp_path
 
 
 def test_the_deadline_ends_the_command_and_another_call_continues(kalmix, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(experiment, "MEASURING", 0.0)
-    monkeypatch.setattr(experiment, "ENDING", 0.0)
+    monkeypatch.setattr(model_rows, "MEASURING", 0.0)
+    monkeypatch.setattr(model_rows, "ENDING", 0.0)
     monkeypatch.setattr(measure, "measure_row", lambda *others: __import__("time").sleep(60))
     result = run(kalmix, tmp_path, "--rows", "attention,retnet", "--deadline", 0.5)
-    assert result.status == experiment.UNFINISHED, result.errors
+    assert result.status == model_rows.UNFINISHED, result.errors
     assert "2 of 2 rows are missing" in result.output
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,11 +29,12 @@ def profiler(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         event("Memset (Device)", 25.0),
         event("Optimizer.step#AdamW.step", 9e6, annotation=True),
         event("aten::mm", 9e6, device=DeviceType.CPU),
+        event("cudaLaunchKernel", 9e6, device=DeviceType.CPU),
+        event("cudaGraphLaunch", 9e6, device=DeviceType.CPU),
     ]
 
-    @contextmanager
-    def profile(**options: Any) -> Iterator[Any]:
-        yield SimpleNamespace(events=lambda: events)
+    def profile(**options: Any) -> Any:
+        return SimpleNamespace(start=lambda: None, stop=lambda: None, events=lambda: events)
 
     monkeypatch.setattr(torch.profiler, "profile", profile)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -46,6 +45,12 @@ def test_kernels_are_counted_and_copies_take_time(profiler: list[Any]) -> None:
     calls: list[int] = []
     assert timing.kernels_launched(lambda: calls.append(1)) == (2, 1.625)
     assert calls == [1]
+
+
+def test_launches_of_kernels_and_graphs_are_counted(profiler: list[Any]) -> None:
+    recording = timing.Recording()
+    recording.start()
+    assert recording.stop() == timing.Launches(kernels=2, launches=2, gpu_ms=1.625)
 
 
 def test_a_row_of_a_gpu_has_kernels_and_memory_with_and_without_weights(profiler, monkeypatch) -> None:

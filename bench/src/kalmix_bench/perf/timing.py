@@ -121,20 +121,56 @@ def peak_cpu(call: Callable[[], object]) -> int:
     return max(_kilobytes(status, "VmHWM") - before, 0) * 1024
 
 
+class Launches(NamedTuple):
+    """Work that a call gives to a GPU.
+
+    Attributes:
+        kernels: kernels that ran, without copies and fills of memory.
+        launches: calls of the host that start kernels, or a CUDA graph of many.
+        gpu_ms: sum of the times of all kernels, copies and fills.
+    """
+
+    kernels: int
+    launches: int
+    gpu_ms: float
+
+
+class Recording:
+    """Profile of the GPU between `start` and `stop`."""
+
+    def __init__(self) -> None:
+        from torch.profiler import ProfilerActivity, profile
+
+        self.profile = profile(activities=[ProfilerActivity.CUDA])
+
+    def start(self) -> None:
+        """Begin the profile, after all earlier work."""
+        torch.cuda.synchronize()
+        self.profile.start()
+
+    def stop(self) -> Launches:
+        """End the profile, after all work since its start, and return what ran."""
+        from torch.profiler import DeviceType
+
+        torch.cuda.synchronize()
+        self.profile.stop()
+        events = list(self.profile.events() or ())
+        launches = sum("Launch" in event.name for event in events if event.device_type == DeviceType.CPU)
+        work = [x for x in events if x.device_type == DeviceType.CUDA and not getattr(x, "is_user_annotation", False)]
+        kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in work)
+        return Launches(kernels, launches, sum(event.time_range.elapsed_us() for event in work) / 1e3)
+
+
 def kernels_launched(call: Callable[[], object]) -> tuple[int, float]:
     """Return the number of kernels that a call launches on a GPU, and the sum of their times in milliseconds.
 
     Copies and fills of memory count towards the time only.
     """
-    from torch.profiler import DeviceType, ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as record:
-        call()
-        torch.cuda.synchronize()
-    events = [event for event in record.events() or () if event.device_type == DeviceType.CUDA]
-    events = [event for event in events if not getattr(event, "is_user_annotation", False)]
-    kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in events)
-    return kernels, sum(event.time_range.elapsed_us() for event in events) / 1e3
+    recording = Recording()
+    recording.start()
+    call()
+    found = recording.stop()
+    return found.kernels, found.gpu_ms
 
 
 def _kilobytes(status: Path, field: str) -> int:

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import gc
-import signal
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import cycle, islice, pairwise
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kalmix.errors import ArgumentError, DesignError, KernelError, NonFiniteError
+from kalmix.errors import ArgumentError
 from kalmix.models.optimizer import optimizer_groups
 from kalmix_bench.perf.host_lock import hold
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import ModelCell, ModelSize
 from kalmix_bench.perf.peers import has_fla
+from kalmix_bench.perf.row_status import TimeLimitError, row_or_reason
 from kalmix_bench.perf.text_batches import batches, word_tokens
 from kalmix_bench.perf.timing import kernels_launched, peak_cpu
-from kalmix_bench.runner.experiment import CellStopped
 
 WARM_UP = 3  # steps between the first and the timed ones
 SLOWEST = 5.0  # seconds of a step; slower models are not timed
 RISING = 50  # steps in which the learning rate rises
 BATCHES = 16  # different batches
-
-
-class TimeLimitError(Exception):
-    """Signal that a row took too long."""
 
 
 class Trainer:
@@ -108,13 +101,7 @@ def measure_row(cell: ModelCell, device: torch.device, on_prepared: Callable[[],
         on_prepared: called after the first step; may raise `CellStopped`.
         limit: seconds after which the row is given up.
     """
-    try:
-        with _time_limit(limit):
-            return _measure(cell, device, on_prepared)
-    except CellStopped:
-        raise
-    except Exception as error:
-        return {"status": _status(error), "reason": _reason(error)}
+    return row_or_reason(lambda: _measure(cell, device, on_prepared), limit)
 
 
 def _measure(cell: ModelCell, device: torch.device, on_prepared: Callable[[], None]) -> dict[str, Any]:
@@ -194,35 +181,3 @@ def _free(trainer: Trainer) -> None:
     gc.collect()
     if trainer.device.type == "cuda":
         torch.cuda.empty_cache()
-
-
-@contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeLimitError(f"took longer than {seconds:.0f} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _status(error: Exception) -> str:
-    for kind, status in (
-        (ImportError, "not installed"),
-        (TimeLimitError, "too slow"),
-        (torch.OutOfMemoryError, "out of memory"),
-        (NonFiniteError, "failed"),
-        ((ArgumentError, KernelError, DesignError), "refused"),
-    ):
-        if isinstance(error, kind):
-            return status
-    return "failed"
-
-
-def _reason(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"[:300]

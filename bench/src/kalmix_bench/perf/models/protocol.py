@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from kalmix.errors import unknown_name
 from kalmix.layers import MIXERS
@@ -71,6 +71,7 @@ class ModelCell:
         ArgumentError: the model or the mode is unknown.
     """
 
+    modes: ClassVar[tuple[str, ...]] = MODES
     model: str
     mode: str
     size: ModelSize
@@ -81,7 +82,7 @@ class ModelCell:
     def __post_init__(self) -> None:
         if self.model not in MODELS:
             raise unknown_name("rows", self.model, MODELS)
-        check_choice("modes", self.mode, MODES)
+        check_choice("modes", self.mode, self.modes)
 
     def __str__(self) -> str:
         return f"{self.model}, {self.mode}"

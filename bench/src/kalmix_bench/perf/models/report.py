@@ -68,10 +68,10 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     good = {key: row for key, row in found.items() if row["status"] == "ok"}
     steps = [_steps(mode, good) for mode in MODES if any(key[1] == mode for key in good)]
     aims = _aims(good) if ModelSize(**rows[0]["size"]) == PRESETS["paper"] else []
-    return [*steps, *_ratios(good), *aims, *_reasons(found)]
+    return [*steps, *_ratios(good), *aims, *reasons(found)]
 
 
-def _table(title: str, *columns: str, caption: str | None = None) -> Table:
+def make_table(title: str, *columns: str, caption: str | None = None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=f"[bold]{title}", title_justify="left", caption=caption)
     for number, column in enumerate(columns):
         table.add_column(column, justify="left" if number == 0 else "right")
@@ -100,7 +100,7 @@ def _steps(mode: str, good: dict[tuple[str, str], Row]) -> Table:
         "first step, s",
         "finite",
     )
-    table = _table(f"{mode} training steps", "model", *columns, caption=caption)
+    table = make_table(f"{mode} training steps", "model", *columns, caption=caption)
     for row in rows:
         peak = f"{row['peak_memory'] / GIB:.1f} ({row['step_memory'] / GIB:.1f})" if row.get("peak_memory") else "-"
         table.add_row(
@@ -128,7 +128,7 @@ def _ratio(good: dict[tuple[str, str], Row], name: str, peer: str, mode: str, qu
 def _ratios(good: dict[tuple[str, str], Row]) -> list[Table]:
     """Return the table of ratios to peers, if there is a peer."""
     title = "ratios to other libraries, same run"
-    table = _table(title, "model", "mode", "speed / Llama", "speed / fla", "GPU time / fla", "memory / fla GDN")
+    table = make_table(title, "model", "mode", "speed / Llama", "speed / fla", "GPU time / fla", "memory / fla GDN")
     for name in OURS:
         for mode in MODES:
             twin = TWINS.get(name, "")
@@ -145,7 +145,7 @@ def _ratios(good: dict[tuple[str, str], Row]) -> list[Table]:
 
 def _aims(good: dict[tuple[str, str], Row]) -> list[Table]:
     """Return the table of aims, if one can be judged."""
-    table = _table("aims", "model", "peer", "mode", "quantity", "ratio", "aim", "met")
+    table = make_table("aims", "model", "peer", "mode", "quantity", "ratio", "aim", "met")
     words = {"tokens_per_s": ("tokens/s", "at least"), "peak_memory": ("peak memory", "at most")}
     for aim in AIMS:
         quantity, direction = words[aim.quantity]
@@ -156,9 +156,9 @@ def _aims(good: dict[tuple[str, str], Row]) -> list[Table]:
     return [table] if table.row_count else []
 
 
-def _reasons(found: dict[tuple[str, str], Row]) -> list[Table]:
+def reasons(found: dict[tuple[str, str], Row]) -> list[Table]:
     """Return the table of rows without measurements, if there are any."""
-    table = _table("rows without measurements", "model", "mode", "status", "reason")
+    table = make_table("rows without measurements", "model", "mode", "status", "reason")
     for row in found.values():
         if row["status"] != "ok":
             table.add_row(row["model"], row["mode"], row["status"], row["reason"].strip().splitlines()[-1])

@@ -1,0 +1,1 @@
+"""Generation with whole models: time, memory and launches of each token."""

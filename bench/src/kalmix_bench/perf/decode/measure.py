@@ -1,0 +1,187 @@
+"""Time, launches and memory of the tokens that a model generates."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
+
+from kalmix_bench.perf.decode.protocol import DecodeCell
+from kalmix_bench.perf.host_lock import hold
+from kalmix_bench.perf.models.build import build
+from kalmix_bench.perf.peers import has_fla
+from kalmix_bench.perf.row_status import row_or_reason
+from kalmix_bench.perf.text_batches import batches, word_tokens
+from kalmix_bench.perf.timing import Launches, Recording
+
+PROFILED = 5  # token of which launches are counted; the profiler starts before it
+COPIED = 1 << 30  # bytes that measure the bandwidth of memory
+
+
+class Clock(BaseStreamer):
+    """Streamer of `generate` that notes the time of each token.
+
+    Args:
+        on_token: called with the number of tokens so far, 0 after the prompt.
+    """
+
+    def __init__(self, on_token: Callable[[int], object] = lambda token: None) -> None:
+        self.times: list[float] = []
+        self.on_token = on_token
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+        self.on_token(len(self.times) - 1)
+
+    def end(self) -> None:
+        """Do nothing: the time of the last token is known."""
+
+
+def measure_row(
+    cell: DecodeCell, device: torch.device, on_prepared: Callable[[], None], limit: float
+) -> dict[str, Any]:
+    """Return the measurements of a row; or, as its "status" and "reason", why there are none.
+
+    Args:
+        cell: model, cache, batch and prompt.
+        device: device of the model.
+        on_prepared: called after the first generation, which compiles; may raise `CellStopped`.
+        limit: seconds after which the row is given up.
+    """
+    return row_or_reason(lambda: _measure(cell, device, on_prepared), limit)
+
+
+def _measure(cell: DecodeCell, device: torch.device, on_prepared: Callable[[], None]) -> dict[str, Any]:
+    tuned = cell.model.startswith("fla") and has_fla()
+    with hold(alone=tuned):
+        model = inference_model(cell, device)
+        prompt = next(batches(word_tokens(cell.size.vocab_size), cell.size.seq_len, cell.size.batch_size, str(device)))
+        begin = time.perf_counter()
+        generate(model, prompt, cell)
+        first = time.perf_counter() - begin
+    _collect(device)
+    on_prepared()
+    with hold(alone=True):
+        return {
+            "status": "ok",
+            "layers": model.config.num_hidden_layers,
+            "parameters": sum(p.numel() for p in model.parameters()),
+            "first_s": first,
+            **_tokens(model, prompt, cell),
+        }
+
+
+def inference_model(cell: DecodeCell, device: torch.device) -> nn.Module:
+    """Build a model with weights in the dtype of the row, but for those that the model keeps in float32."""
+    with device:
+        model = build(cell.model, cell.size).eval()
+    kept = set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, parameter in model.named_parameters():
+        if not kept & set(name.split(".")):
+            parameter.data = parameter.data.to(getattr(torch, cell.size.dtype))
+    model.config.use_cache = model.generation_config.use_cache = True  # pyright: ignore
+    return model
+
+
+def generate(model: Any, prompt: Tensor, cell: DecodeCell, clock: Clock | None = None) -> Any:
+    """Continue the prompts greedily by `cell.steps` tokens; return transformers' output with its cache."""
+    tokens = {"max_new_tokens": cell.steps, "min_new_tokens": cell.steps, "do_sample": False}
+    return model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        cache_implementation=None if cell.mode == "dynamic" else cell.mode,
+        streamer=clock or Clock(),
+        return_dict_in_generate=True,
+        pad_token_id=0,
+        **tokens,
+    )
+
+
+def _tokens(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> dict[str, Any]:
+    cuda = prompt.is_cuda
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if cuda else 0
+    clock = Clock()
+    output = generate(model, prompt, cell, clock)
+    peak = torch.cuda.max_memory_allocated() - held if cuda else None
+    state = held_bytes(output.past_key_values)
+    del output
+    prefill, *tokens = (1e3 * (after - before) for before, after in pairwise(clock.times))
+    ms = statistics.median(tokens)
+    found = {
+        "ms": ms,
+        "times_ms": [round(x, 3) for x in tokens],
+        "prefill_ms": prefill,
+        "tokens_per_s": 1e3 * cell.size.batch_size / ms,
+        "state_bytes": state // cell.size.batch_size,
+        "weight_bytes": weights,
+        "extra_memory": peak,  # above the weights, in the whole generation
+    }
+    if not cuda:
+        return found
+    launches = _profile(model, prompt, cell)
+    moved = (weights + 2 * state) / _bandwidth(prompt.device)
+    return found | launches._asdict() | {"memory_ms": 1e3 * moved}
+
+
+def _profile(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> Launches:
+    """Return the launches of one token."""
+    recording, found = Recording(), []
+
+    def on_token(token: int) -> None:
+        if token == PROFILED - 1:
+            recording.start()
+        elif token == PROFILED:
+            found.append(recording.stop())
+
+    generate(model, prompt, cell, Clock(on_token))
+    return found[0]
+
+
+def held_bytes(root: Any) -> int:
+    """Return the bytes of all tensors that an object holds, directly or through its attributes and elements."""
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(root, set())}
+    return sum(storages.values())
+
+
+def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        yield x
+    elif isinstance(x, dict | list | tuple | set):
+        for element in x.values() if isinstance(x, dict) else x:
+            yield from _tensors(element, seen)
+    elif hasattr(x, "__dict__") and not isinstance(x, type | nn.Module):
+        yield from _tensors(vars(x), seen)
+
+
+def _bandwidth(device: torch.device) -> float:
+    """Return the bytes per second, read and written, of a copy on a GPU."""
+    source = torch.empty(COPIED, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    times = []
+    for _ in range(10):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return 2 * COPIED / statistics.median(times)
+
+
+def _collect(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

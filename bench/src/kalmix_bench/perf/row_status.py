@@ -1,0 +1,66 @@
+"""Rows of a table of measurements: how a measurement that fails, or takes too long, becomes a row with a reason."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from kalmix.errors import ArgumentError, DesignError, KernelError, NonFiniteError
+from kalmix_bench.runner.experiment import CellStopped
+
+
+class TimeLimitError(Exception):
+    """Signal that a row took too long."""
+
+
+def row_or_reason(measure: Callable[[], dict[str, Any]], limit: float) -> dict[str, Any]:
+    """Return the result of `measure`; or, as its "status" and "reason", why there is none.
+
+    Args:
+        measure: takes the measurements of a row.
+        limit: seconds after which the row is given up.
+    """
+    try:
+        with _time_limit(limit):
+            return measure()
+    except CellStopped:
+        raise
+    except Exception as error:
+        return {"status": _status(error), "reason": _reason(error)}
+
+
+@contextmanager
+def _time_limit(seconds: float) -> Iterator[None]:
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise TimeLimitError(f"took longer than {seconds:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _status(error: Exception) -> str:
+    for kind, status in (
+        (ImportError, "not installed"),
+        (TimeLimitError, "too slow"),
+        (torch.OutOfMemoryError, "out of memory"),
+        (NonFiniteError, "failed"),
+        ((ArgumentError, KernelError, DesignError), "refused"),
+    ):
+        if isinstance(error, kind):
+            return status
+    return "failed"
+
+
+def _reason(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:300]
