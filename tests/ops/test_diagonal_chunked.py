@@ -72,14 +72,17 @@ def check(args, segments=None, variance=True, tolerance=1e-10):
 
 
 @pytest.fixture(
-    params=[(16, 1 << 19), (5, 1 << 19), (3, 400), (7, 1)], ids=["one slice", "tile 5", "slices", "one tile"]
+    params=[(16, 1 << 19, True), (5, 1 << 19, True), (3, 400, True), (7, 1, True), (3, 400, False)],
+    ids=["one slice", "tile 5", "slices", "one tile", "slices as on a GPU"],
 )
 def tiling(request, monkeypatch):
     """Set tiles and slices of several sizes; in "one tile", every slice has a single tile."""
-    tile, max_entries = request.param
+    tile, max_entries, reads_lengths = request.param
     monkeypatch.setattr(chunked, "TILE", tile)
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", max_entries)
+    monkeypatch.setattr(batching, "MIN_CHUNKS", 1)
     monkeypatch.setattr(batching, "CHUNKS_PER_SEGMENT", 1)
+    monkeypatch.setattr(batching, "reads_lengths", lambda x: reads_lengths)
 
 
 @pytest.mark.parametrize(

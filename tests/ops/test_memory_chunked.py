@@ -80,14 +80,19 @@ def check(op, args, segments=None, tolerance=1e-10):
     return got
 
 
-@pytest.fixture(params=[(64, 1 << 19), (4, 1 << 19), (8, 1)], ids=["one chunk", "chunks", "slices"])
+@pytest.fixture(
+    params=[(64, 1 << 19, True), (4, 1 << 19, True), (8, 1, True), (4, 1 << 19, False), (8, 1, False)],
+    ids=["one chunk", "chunks", "slices", "chunks as on a GPU", "slices as on a GPU"],
+)
 def chunking(request, monkeypatch):
-    """Set one chunk, many chunks, or slices of few chunks."""
-    chunk, max_entries = request.param
+    """Set one chunk, many chunks, or slices of few chunks, whose lengths are read or not."""
+    chunk, max_entries, reads_lengths = request.param
     for module in MODULES.values():
         monkeypatch.setattr(module.chunked, "CHUNK", chunk)
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", max_entries)
+    monkeypatch.setattr(batching, "MIN_CHUNKS", 1)
     monkeypatch.setattr(batching, "CHUNKS_PER_SEGMENT", 1)
+    monkeypatch.setattr(batching, "reads_lengths", lambda x: reads_lengths)
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)

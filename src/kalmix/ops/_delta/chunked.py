@@ -88,7 +88,7 @@ _filter = register_filter_op(
 
 def _filter_slice(chunks: Chunks, signals: list[Any], state: State) -> tuple[State, State, State]:
     x = _split_signals(chunks, DeltaSignals(*signals), state[0].dtype)
-    maps = _AffineMap(x.decays.total, -(x.exit_gains.mT @ x.error_keys), x.exit_gains.mT @ x.initial_errors)
+    maps = _map_of_chunks(x.decays.total, x.exit_gains, x.error_keys, x.exit_gains.mT @ x.initial_errors)
     (entry,), (final,) = chunks.scan(maps, (chunks.group_heads(state[0]),))
     readout = chunks.merge(x.entry_queries @ entry + x.scores @ x.errors(entry))
     return (readout,), (final.flatten(1, 2),), (entry,)
@@ -102,7 +102,7 @@ def _backward_slice(
     grad_readout, errors = chunks.split(grad_readouts[0], entry.dtype), x.errors(entry)
     grad_errors = x.scores.mT @ grad_readout
     grad_entry = x.entry_queries.mT @ grad_readout - x.error_keys.mT @ grad_errors
-    maps = _AffineMap(x.decays.total, -(x.error_keys.mT @ x.exit_gains), grad_entry)
+    maps = _map_of_chunks(x.decays.total, x.error_keys, x.exit_gains, grad_entry)
     (grad_exit,), (grad_mean,) = chunks.scan(maps, (chunks.group_heads(grad_state[0]),), reverse=True)
 
     grad_errors = grad_errors + x.exit_gains @ grad_exit
@@ -168,6 +168,13 @@ def _split_signals(chunks: Chunks, signals: DeltaSignals, dtype: torch.dtype) ->
     return _ChunkedSignals(q, k, gain, gains, decays, *entry, scores, coupling, initial_errors, error_keys)
 
 
+def _map_of_chunks(decay: Tensor, left: Tensor, right: Tensor, write: Tensor) -> _AffineMap | _LowRankMap:
+    """Return the maps M -> decay M - left' right M + write; their matrices are formed if chunks have many tokens."""
+    if 4 * left.shape[-2] <= left.shape[-1]:
+        return _LowRankMap(decay, left, right, write)
+    return _AffineMap(decay, -(left.mT @ right), write)
+
+
 class _AffineMap(NamedTuple):
     """Maps M -> (decay + matrix) M + write of the memory by chunks, or of its gradient in reverse."""
 
@@ -177,3 +184,15 @@ class _AffineMap(NamedTuple):
 
     def __call__(self, state: State) -> State:
         return (torch.addcmul(self.write + self.matrix @ state[0], self.decay, state[0]),)
+
+
+class _LowRankMap(NamedTuple):
+    """Maps M -> decay M - left' right M + write."""
+
+    decay: Tensor  # [..., K or 1, 1], a diagonal
+    left: Tensor  # [..., L, K]
+    right: Tensor  # [..., L, K]
+    write: Tensor  # [..., K, V]
+
+    def __call__(self, state: State) -> State:
+        return (torch.addcmul(self.write - self.left.mT @ (self.right @ state[0]), self.decay, state[0]),)

@@ -66,7 +66,7 @@ def _forward(
         maps = _tile_maps(dynamics, tokens) if chunks.needs_scan else None
         entry, scanned = _scan_tiles(chunks, maps, state)
         readouts, exits = _filter_tiles(dynamics, tokens, entry, variance)
-        return tuple(chunks.merge(x) for x in readouts), tuple(x.reshape(mean.shape) for x in scanned or exits), entry
+        return tuple(chunks.merge(x) for x in readouts), _final(scanned or exits, state), entry
 
     state, slicing = (mean, var), _slicing(k, v, rows)
     readouts, final, stored = filter_slices(filter_slice, (q, k, v, precision), state, slicing, store)
@@ -108,8 +108,7 @@ def _backward(
         grads, shared, grad_entries = _backward_tiles(dynamics, tokens, readouts, entry, trace, grad_exits)
         for total, x in zip(shared_grads, shared, strict=True):
             total += x.flatten(0, 1)
-        grad_state = tuple(x.reshape(grad_state[0].shape) for x in scanned or grad_entries)
-        return tuple(chunks.merge(x) for x in grads), grad_state
+        return tuple(chunks.merge(x) for x in grads), _final(scanned or grad_entries, grad_state)
 
     grads = [grad_mean] if grad_var is None else [grad_mean, grad_var], (grad_final_mean, grad_final_var)
     grad_signals, grad_state = backpropagate_slices(
@@ -134,7 +133,12 @@ def _scan_tiles(
 ) -> tuple[State, State | None]:
     """Return the incoming state of each tile, and the final states, or `None` if `maps` is `None` (a single tile)."""
     states = tuple(chunks.group_heads(x) for x in states)
-    return chunks.scan(maps, states, reverse) if maps else (tuple(x[:, None].clone() for x in states), None)
+    return chunks.scan(maps, states, reverse) if maps else (chunks.entry_of_single_chunks(states), None)
+
+
+def _final(states: State, like: State) -> State:
+    """Return states in the shapes `[N, G, K, V]` of `like`."""
+    return tuple(x.reshape(y.shape) for x, y in zip(states, like, strict=True))
 
 
 class _Dynamics(NamedTuple):

@@ -1,10 +1,8 @@
 """Division of sequences into chunks of equal size, and scans of states over the chunks.
 
-`Chunks.create` computes the layout for a call; `split` and `merge` convert tensors of tokens to chunks and back; `scan`
-passes states from chunk to chunk, forward or in reverse. A chain is a series of consecutive chunks that one scan runs
-through: a batch row or, for packed sequences, all sequences one after another, where the first chunk of each sequence
-resets the state. On a GPU, where values must not be read on the host, packed sequences take the largest number of
-chunks that they could need. Chunks run inside custom ops, which `torch.compile` does not trace.
+A layout of chunks is computed for each call. `split` and `merge` convert tensors of tokens to chunks and back; `scan`
+passes states from chunk to chunk, forward or in reverse. In `Chunks` a chain of consecutive chunks is a batch row; in
+`kalmix.ops._shared.packing`, packed sequences are. Chunks run inside custom ops, which `torch.compile` does not trace.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kalmix.ops._shared.scan import MapsWithReset, State, scan
-from kalmix.segments import Segments, segments_without_checks
 
 
 class Chunks:
@@ -26,22 +23,17 @@ class Chunks:
     """
 
     @staticmethod
-    def create(v: Tensor, key_heads: int, rows: Tensor | None, size: int) -> Chunks:
-        """Return the layout for values `[B, T, G, V]` and the rows of `Segments` or `None`.
+    def create(v: Tensor, key_heads: int, size: int) -> Chunks:
+        """Return the layout for values `[B, T, G, V]`.
 
         L is `size`, a power of two, or the smallest power of two that holds all T tokens.
         """
-        size = min(size, 1 << (v.shape[1] - 1).bit_length())
-        return (
-            Chunks(v, key_heads, size)
-            if rows is None
-            else _PackedChunks(v, key_heads, size, segments_without_checks(rows))
-        )
+        return Chunks(v.shape[0], v.shape[1], v.device, key_heads, min(size, 1 << (v.shape[1] - 1).bit_length()))
 
-    def __init__(self, v: Tensor, key_heads: int, size: int) -> None:
-        self.batch, self.length, self.device = *v.shape[:2], v.device
+    def __init__(self, batch: int, length: int, device: torch.device, key_heads: int, size: int) -> None:
+        self.batch, self.length, self.device = batch, length, device
         self.key_heads, self.size = key_heads, size
-        self.chains, self.count = self.batch, -(-self.length // size)
+        self.chains, self.count = batch, -(-length // size)
         self.needs_scan = self.count > 1
 
     def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -64,11 +56,23 @@ class Chunks:
         """Return which chunks have a token at `position`, `[P, 1, 1, 1, 1]`; `None` if all have one."""
         if (self.count - 1) * self.size + position < self.length:
             return None
-        return _broadcastable(torch.arange(self.count, device=self.device) < self.count - 1)
+        return broadcastable(torch.arange(self.count, device=self.device) < self.count - 1)
 
     def group_heads(self, x: Tensor) -> Tensor:
         """Convert states `[N, G, *]`, one per sequence, to `[N, H, G / H, *]`."""
         return x.unflatten(1, (self.key_heads, -1))
+
+    def take(self, states: State) -> State:
+        """Return the states of the sequences of these chunks, from those of all sequences."""
+        return states
+
+    def put(self, states: State, own: State) -> State:
+        """Replace the states of the sequences of these chunks."""
+        return own
+
+    def entry_of_single_chunks(self, states: State) -> State:
+        """Return the states `[chains, P, H, G / H, ...]` at the start of chunks if no sequence has a second chunk."""
+        return tuple(x[:, None].clone() for x in states)
 
     def scan(self, maps: Any, states: State, reverse: bool = False) -> tuple[State, State]:
         """Pass states through the maps of consecutive chunks.
@@ -94,55 +98,11 @@ class Chunks:
         return x.movedim(4, 2).flatten(3, 4)
 
 
-class _PackedChunks(Chunks):
-    """Layout of packed sequences: the chunks of all sequences form one chain."""
-
-    def __init__(self, v: Tensor, key_heads: int, size: int, segments: Segments) -> None:
-        super().__init__(v, key_heads, size)
-        tiles = segments.tiles(self.batch, self.length, size)
-        counts = (segments.rows[:, 2] - segments.rows[:, 1] + size - 1) // size  # chunks of each sequence
-        self.chains, self.needs_scan = 1, True
-        if v.device.type == "cpu":
-            self.count = max(1, int(counts.sum()))
-        else:  # an upper bound, without a sync
-            self.count = max_packed_chunks(self.batch, self.length, size, segments.count)
-        self.sequence, token, count, first = (x[: self.count] for x in tiles[:4])
-        self.ends = torch.where(counts > 0, tiles.last - counts + 1, -1), tiles.last  # first, last chunk of a sequence
-        final = (tiles.last[self.sequence] == torch.arange(self.count, device=v.device)) & (count > 0)
-        self.reset = first, final  # chunks that start from the state of their sequence, forward and in reverse
-        position = torch.arange(size, device=v.device)
-        self.inside = position < count[:, None]
-        self.index = token[:, None] + position  # index `[P, L]` of each token in the flattened batch
-
-    def split(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        x = x.flatten(0, 1)[torch.where(self.inside, self.index, 0)].to(dtype)
-        return self._split_heads(torch.where(self.inside[..., None, None], x, 0.0)[None])
-
-    def valid_at(self, position: int) -> Tensor | None:
-        return _broadcastable(self.inside[:, position])
-
-    def merge(self, x: Tensor) -> Tensor:
-        x, total = self._merge_heads(x)[0].flatten(0, 1), self.batch * self.length
-        flat = x.new_zeros(total + 1, *x.shape[1:])  # the extra row takes the values of no token
-        flat = flat.index_copy(0, torch.where(self.inside, self.index, total).flatten(), x)
-        return flat[:total].unflatten(0, (self.batch, self.length))
-
-    def scan(self, maps: Any, states: State, reverse: bool = False) -> tuple[State, State]:
-        reset, end = _broadcastable(self.reset[int(reverse)])[None], self.ends[1 - int(reverse)]
-        initial = tuple(x[self.sequence][None] for x in states)
-        zeros = tuple(torch.zeros_like(x[:1]) for x in states)
-        entry = scan(MapsWithReset(maps, reset, initial), zeros, reverse)
-        last = end.clamp(min=0)
-        final = type(maps)(*(x[0, last] for x in maps))(tuple(x[0, last] for x in entry))
-        nonempty = _broadcastable(end >= 0)
-        return entry, tuple(torch.where(nonempty, new, old) for new, old in zip(final, states, strict=True))
-
-
 def max_packed_chunks(batch: int, length: int, size: int, sequences: int) -> int:
     """Return the largest number of chunks of `size` tokens that packed sequences in `[B, T]` tokens can have."""
     return batch * ((length - 1) // size) + sequences
 
 
-def _broadcastable(flag: Tensor) -> Tensor:
+def broadcastable(flag: Tensor) -> Tensor:
     """Reshape flags `[P]` to `[P, 1, 1, 1, 1]`."""
     return flag.view(-1, *(1,) * 4)

@@ -1,0 +1,57 @@
+"""Work and memory of packed sequences follow the sum of their lengths."""
+
+import pytest
+import torch
+
+from kalmix.ops._shared import batching
+from kalmix.ops._shared.packing import PackedChunks, chunks_by_length
+from kalmix.segments import Segments
+
+SIZE = 64
+LENGTHS = {
+    "one token": [1] * 700,
+    "16 tokens": [16] * 256,
+    "one long": [1500],
+    "one long, many short": [1500, *[1] * 600],
+    "every length": list(range(90)),
+    "few": [3, 0, 70, 5],
+}
+
+
+@pytest.fixture(params=LENGTHS)
+def lengths(request):
+    return torch.tensor(LENGTHS[request.param])
+
+
+def packed_rows(lengths):
+    return Segments.packed(torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])).rows
+
+
+def test_chunks_hold_at_most_twice_the_tokens(lengths):
+    total = int(lengths.sum())
+    groups = chunks_by_length(packed_rows(lengths), 1, total, SIZE, 1)
+    assert sum(len(group.index) for group in groups) <= 2 * total + SIZE * SIZE.bit_length()
+    assert sum(len(group.active_counts) for group in groups) <= int(lengths.max()) // SIZE + SIZE.bit_length()  # steps
+    index = torch.cat([group.index for group in groups])
+    assert index[index < total].sort().values.equal(torch.arange(total))
+    assert torch.cat([group.sequences for group in groups]).sort().values.equal(lengths.nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("reads_lengths", [True, False])
+@pytest.mark.parametrize("max_entries", [1, 1 << 14])
+def test_stored_states_fit_their_buffer(lengths, reads_lengths, max_entries, monkeypatch):
+    monkeypatch.setattr(batching, "reads_lengths", lambda x: reads_lengths)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", max_entries)
+    rows = packed_rows(lengths)
+    rows = torch.cat([rows, rows + torch.tensor([1, 0, 0], dtype=torch.int32)])
+    v, state = torch.empty(2, int(lengths.sum()), 1, 4), torch.empty(len(rows), 1, 4, 4)
+    slicing = batching.Slicing(v, 1, rows, 16, 64)
+    counts = [part.chunks.count for part in slicing.parts()]
+    assert sum(counts) <= slicing.stored_shape(state)[1] <= 2 * len(rows) + 4 * (v.shape[0] * v.shape[1] // 16 + 1)
+
+
+def test_parts_without_tokens_keep_states():
+    rows = torch.zeros(3, 3, dtype=torch.int32)
+    (part,) = batching.Slicing(torch.empty(1, 8, 1, 4), 1, rows, 16, 64).parts()
+    assert isinstance(part.chunks, PackedChunks)
+    assert not part.cut([torch.ones(1, 8, 1, 4)])[0].any()
