@@ -151,6 +151,7 @@ def command_reference() -> str:
 
     commands = dict(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
     commands.pop("bench", None)
+    commands |= {f"data {name}": command for name, command in commands.pop("data").commands.items()}
     sections = [_command(f"kalmix {name}", command) for name, command in commands.items()]
     from kalmix_bench.cli import app as bench
 

@@ -189,11 +189,16 @@ MISSING = [
     ((), "import kalmix.analysis.text_diagnostics", "pip install 'kalmix[hf]'"),
     ((), "import kalmix.models.vision.timm", "pip install 'kalmix[vision]'"),
     (("cli",), CLI.format("train"), "pip install 'kalmix[train]'"),
+    (("cli",), CLI.format("data prepare . --output s"), "pip install 'kalmix[hf]'"),
+    (("cli", "hf"), CLI.format("data prepare hf:a --output s"), "pip install 'kalmix[data]'"),
     (("cli",), CLI.format("generate run"), "pip install 'kalmix[hf]'"),
     (("cli",), CLI.format("report run"), "pip install 'kalmix[train]'"),
     (("cli",), CLI.format("inspect run --text a"), "pip install 'kalmix[train]'"),
     (("cli", "hf"), CLI.format("train"), "`kalmix train` needs matplotlib, which is not installed"),
-    *((("cli",), CLI.format(line), "") for line in ("--help", "explain kla", "list layers", "train --help")),
+    *(
+        (("cli",), CLI.format(line), "")
+        for line in ("--help", "explain kla", "list layers", "train --help", "data prepare --help")
+    ),
 ]
 
 

@@ -23,7 +23,7 @@ except ImportError:
     sys.exit("error: the command line needs typer and rich, which are not installed: pip install 'kalmix[cli]'")
 
 from kalmix._extras import missing_package
-from kalmix.cli import doctor, explain, generate, inspect, list_names, report, train
+from kalmix.cli import data, doctor, explain, generate, inspect, list_names, report, train
 from kalmix.cli.list_names import INSTALL_BENCH
 
 NARROW = 60  # columns; below, help is plain text, since tables would cut option names
@@ -67,6 +67,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
 }
 for name, command in _COMMANDS.items():
     app.command(name=name)(command)
+app.add_typer(data.app)
 
 
 @app.command(

@@ -78,21 +78,21 @@ class ProgressBar(TrainerCallback):
 
 
 @contextmanager
-def stages(console: Console) -> Iterator[Callable[[str, float], None]]:
+def stages(console: Console) -> Iterator[Callable[..., None]]:
     """Show a bar for the current stage on a terminal; elsewhere print a line when a stage begins and every 10 seconds.
 
     Yields:
-        A function of the stage's name and the fraction done, 0 to 1.
+        A function of the stage's name, the fraction done, 0 to 1, and optionally a text to show beside it.
     """
     columns = (SpinnerColumn("line"), BarColumn(30), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, current, printed = bar.add_task("", total=1.0), "", 0.0
 
-        def update(stage: str, done: float) -> None:
+        def update(stage: str, done: float, detail: str = "") -> None:
             nonlocal current, printed
-            bar.update(task, description=stage, completed=done)
+            bar.update(task, description=f"{stage}  {detail}".rstrip(), completed=done)
             if bar.disable and (stage != current or time.monotonic() - printed >= _PAUSE):
-                console.print(f"{stage}: {done:.0%}" if stage == current else stage, soft_wrap=True)
+                console.print(f"{stage}: {done:.0%}  {detail}".rstrip() if stage == current else stage, soft_wrap=True)
                 printed = time.monotonic()
             current = stage
 

@@ -12,7 +12,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -85,7 +85,7 @@ def read_documents(path: Path) -> dict[str, str]:
         ArgumentError: as `load_corpus`.
     """
     if path.is_dir():
-        files = sorted(path / name for name in _walk(path))
+        files = sorted(path / name for name in walk_files(path))
     elif path.is_file():
         files = [path]
     elif path.exists():  # reading a FIFO or a device may never end
@@ -100,15 +100,25 @@ def read_documents(path: Path) -> dict[str, str]:
     return documents
 
 
-def _walk(folder: Path) -> Iterator[str]:
-    """Yield paths relative to `folder` of its regular files with a suffix in `TEXT_SUFFIXES`, without hidden ones."""
+def is_text(name: str) -> bool:
+    """Return whether a file's name has a suffix in `TEXT_SUFFIXES`."""
+    return Path(name).suffix.lower() in TEXT_SUFFIXES
+
+
+def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text) -> Iterator[str]:
+    """Yield paths relative to `folder` of its regular files, without hidden ones.
+
+    Args:
+        folder: folder to search, subfolders included.
+        wanted: called with the name of a file; returns whether to yield it.
+    """
     for root, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
         relative = Path(root).relative_to(folder)
         yield from (
             (relative / name).as_posix()
             for name in files
-            if Path(name).suffix.lower() in TEXT_SUFFIXES and name[0] != "." and Path(root, name).is_file()
+            if wanted(name) and name[0] != "." and Path(root, name).is_file()
         )
 
 
@@ -141,7 +151,7 @@ def python_documentation() -> dict[str, str]:
 
         documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
     library = Path(sysconfig.get_path("stdlib"))
-    for name in sorted(_walk(library)):
+    for name in sorted(walk_files(library)):
         if name.endswith(".py") and not _EXCLUDED_FOLDERS & set(Path(name).parts):
             text = _docstrings(library / name)
             if len(text) >= 200:

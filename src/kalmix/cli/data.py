@@ -1,0 +1,105 @@
+"""`kalmix data`: prepare token shards, and check them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kalmix.errors import ArgumentError
+from kalmix.training.shards import DatasetOptions, Manifest, Preparation
+
+app: typer.Typer = typer.Typer(name="data", help="Prepare token shards to pretrain on.", no_args_is_help=True)
+
+
+@app.callback()
+def _group() -> None:
+    """Make typer treat `data` as a group of commands."""
+
+
+@app.command(name="prepare")
+def prepare(
+    source: Annotated[
+        str, typer.Argument(help="File or folder of text, JSON lines or Parquet, or hf:NAME, a dataset of `datasets`.")
+    ],
+    output: Annotated[str, typer.Option(help="Folder of the shards. An interrupted preparation in it continues.")],
+    tokenizer: Annotated[
+        str | None, typer.Option(help="Folder or Hugging Face name of a tokenizer. Default: a BPE trained on SOURCE.")
+    ] = None,
+    vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of a trained BPE.")] = Preparation.vocab_size,
+    column: Annotated[
+        str, typer.Option(help="Column with the text, in JSON lines, Parquet and datasets.")
+    ] = Preparation.column,
+    bos: Annotated[
+        str | None, typer.Option(help="Token that begins each document. Default: the tokenizer's own.")
+    ] = None,
+    held_out: Annotated[
+        float, typer.Option(help="Fraction of the documents to hold out, chosen by a hash of their text.")
+    ] = Preparation.held_out,
+    licence: Annotated[
+        list[str] | None, typer.Option(help="Licence of the source, for the manifest; repeatable.")
+    ] = None,
+    config: Annotated[str | None, typer.Option(help="Configuration of an hf: dataset.")] = None,
+    split: Annotated[str, typer.Option(help="Split of an hf: dataset.")] = "train",
+    stream: Annotated[bool, typer.Option("--stream", help="Stream an hf: dataset in place of downloading it.")] = False,
+    shard_tokens: Annotated[
+        int, typer.Option(help="Number of tokens after which a shard ends.")
+    ] = Preparation.shard_tokens,
+    skip_damaged: Annotated[
+        bool, typer.Option("--skip-damaged", help="Leave out documents that cannot be read, and count them.")
+    ] = False,
+    workers: Annotated[int | None, typer.Option(help="Number of processes. Default: one a CPU core.")] = None,
+) -> None:
+    """Tokenise a source into shards: memory-mapped files of tokens with hashes, for pretraining.
+
+    Repeat the command to continue after an interruption; finished shards are kept.
+    """
+    preparation = Preparation(
+        source=source,
+        tokenizer=tokenizer,
+        vocab_size=vocab_size,
+        column=column,
+        bos=bos,
+        held_out=held_out,
+        licences=tuple(licence or ()),
+        dataset=DatasetOptions(config, split, stream),
+        shard_tokens=shard_tokens,
+        skip_damaged=skip_damaged,
+    )
+    if not output.strip():
+        raise ArgumentError("output", got="empty", expected="the path of a folder")
+    from kalmix.cli.progress import stages
+    from kalmix.training.shards import prepare as prepare_shards
+    from kalmix.training.shards.preparation import Progress
+
+    console = Console(highlight=False)
+    console.print(f"reading {source}", soft_wrap=True, markup=False)
+    begin, tokens = time.monotonic(), 0
+    with stages(console) as update:
+
+        def show(progress: Progress) -> None:
+            nonlocal begin, tokens
+            if progress.tokens == 0:  # a tokenizer is trained before
+                begin = time.monotonic()
+            tokens = progress.tokens
+            rate = tokens / max(time.monotonic() - begin, 1e-3)
+            detail = f"{tokens:,} tokens, {rate:,.0f} tokens/s" if tokens else ""
+            update(progress.stage, progress.fraction, detail)
+
+        manifest = prepare_shards(preparation, output, workers=workers or os.cpu_count() or 1, progress=show)
+    _describe(manifest, Path(output), console)
+
+
+def _describe(manifest: Manifest, folder: Path, console: Console) -> None:
+    """Print the counts of each split, the tokenizer and the folder."""
+    for split in ("train", "held_out"):
+        documents, tokens, bytes_ = (manifest.count(split, unit) for unit in ("documents", "tokens", "bytes"))
+        ratio = f", {bytes_ / tokens:.2f} bytes a token" if tokens else ""
+        console.print(f"{split:>8}: {documents:,} documents, {tokens:,} tokens{ratio}", soft_wrap=True)
+    if manifest.skipped:
+        console.print(f" skipped: {manifest.skipped:,} damaged documents", soft_wrap=True)
+    console.print(f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}", soft_wrap=True)

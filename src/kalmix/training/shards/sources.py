@@ -1,0 +1,258 @@
+"""Sources of documents, divided into parts that workers read independently.
+
+The division depends on the source alone, so that the shards are the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from kalmix._extras import optional_imports
+from kalmix.errors import ArgumentError
+from kalmix.training.corpus import walk_files
+from kalmix.training.shards.documents import (
+    Document,
+    FileSlice,
+    Kind,
+    file_kind,
+    from_value,
+    is_compressed,
+    names,
+    read_slice,
+    row_groups,
+)
+
+DATASET = "hf:"  # prefix of a source that the package `datasets` loads
+EXPECTED = "a folder or file of text, JSON lines or Parquet, or hf:NAME"
+_PARTS = 64  # of a small source
+_SMALLEST, _LARGEST = 1 << 20, 1 << 28  # bytes of a part
+
+
+class Part(NamedTuple):
+    """Part of a source.
+
+    Attributes:
+        number: position among the parts.
+        size: bytes, or rows of a dataset; 0 if unknown.
+        slices: ranges of files, or one range of rows.
+    """
+
+    number: int
+    size: int
+    slices: tuple[Any, ...]
+
+
+class Source(Protocol):
+    """Documents in parts. Instances are sent to worker processes."""
+
+    def fingerprint(self) -> str:
+        """Return a digest that changes if the source does."""
+        ...
+
+    def parts(self) -> list[Part]:
+        """Return the parts; the same ones at each call."""
+        ...
+
+    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
+        """Yield each document of a part, with the name of its file; `position` counts from the start of the part."""
+        ...
+
+
+def open_source(name: str, column: str, *, exclude: Path, dataset: DatasetOptions) -> Source:
+    """Return the source with this name.
+
+    Args:
+        name: path of a file or folder, or `hf:` and the name of a dataset.
+        column: column that holds the text, of all but plain text.
+        exclude: folder that is not searched.
+        dataset: options of a dataset.
+
+    Raises:
+        ArgumentError: there is no such file or folder, it holds no file that can be read, or `datasets` fails.
+        ModuleNotFoundError: a package is missing.
+    """
+    if name.startswith(DATASET):
+        source = DatasetSource(name.removeprefix(DATASET), column, dataset)
+        source.fingerprint()  # loads it
+        return source
+    return FileSource(str(Path(name).absolute()), column, _list_files(Path(name), exclude))
+
+
+class SourceFile(NamedTuple):
+    """File of a source: path relative to the source, format, bytes, and time of its last change in nanoseconds."""
+
+    name: str
+    kind: Kind
+    size: int
+    changed: int
+
+
+def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
+    if path.is_dir():
+        files = sorted(walk_files(path, lambda name: file_kind(name) is not None))
+        files = [name for name in files if not (path / name).absolute().is_relative_to(exclude.absolute())]
+    elif path.is_file():
+        files = ["."]
+    elif path.exists() or path.is_symlink():  # reading a FIFO or a device may never end
+        raise ArgumentError("source", got=f"{str(path)!r}, which is not a regular file", expected=EXPECTED)
+    else:
+        raise ArgumentError("source", got=f"{str(path)!r}, which does not exist", expected=EXPECTED)
+    if not files:
+        raise ArgumentError("source", got=f"{str(path)!r}, which contains no text files", expected=EXPECTED)
+    found = []
+    for name in files:
+        status = (path / name).stat()
+        kind = file_kind((path / name).name) or "text"
+        found.append(SourceFile(name, kind, status.st_size, status.st_mtime_ns))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class FileSource:
+    """A file, or all files of a folder.
+
+    Attributes:
+        root: the file or folder.
+        column: column of JSON lines and Parquet.
+        files: its files, by name.
+    """
+
+    root: str
+    column: str
+    files: tuple[SourceFile, ...]
+
+    def fingerprint(self) -> str:
+        digest = hashlib.sha256()
+        for file in self.files:
+            digest.update(f"{file.name}\0{file.size} {file.changed}\n".encode(errors="surrogateescape"))
+        return digest.hexdigest()
+
+    def parts(self) -> list[Part]:
+        limit = min(max(sum(file.size for file in self.files) // _PARTS, _SMALLEST), _LARGEST)
+        parts, group, size = list[Part](), list[FileSlice](), 0
+        for file in self.files:
+            for piece, bytes_ in self._slices(file, limit):
+                if group and size + bytes_ > limit:
+                    parts.append(Part(len(parts), size, tuple(group)))
+                    group, size = [], 0
+                group.append(piece)
+                size += bytes_
+        return [*parts, Part(len(parts), size, tuple(group))]
+
+    def _slices(self, file: SourceFile, limit: int) -> Iterator[tuple[FileSlice, int]]:
+        """Yield the slices of a file with their bytes, each of about `limit` bytes where the format allows it."""
+        path = str(Path(self.root, file.name))
+        if file.kind == "parquet":
+            start, size, groups = 0, 0, row_groups(path)
+            for number, bytes_ in enumerate(groups):
+                if size and size + bytes_ > limit:
+                    yield FileSlice(path, file.kind, start, number), size
+                    start, size = number, 0
+                size += bytes_
+            yield FileSlice(path, file.kind, start, len(groups)), size
+        elif file.kind == "jsonl" and not is_compressed(path):
+            for start in range(0, max(1, file.size), limit):
+                stop = min(start + limit, file.size)
+                yield FileSlice(path, file.kind, start, stop), stop - start
+        else:
+            yield FileSlice(path, file.kind, 0, file.size), file.size
+
+    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
+        before = 0
+        for piece in part.slices:
+            position = 0
+            for document in read_slice(piece, self.column):
+                position = document.position
+                yield repr(piece.path), Document(*document[:2], before + position, document.damage)
+            before += position
+
+
+class DatasetOptions(NamedTuple):
+    """Options of `datasets.load_dataset`: configuration, split, and whether to stream in place of a download."""
+
+    config: str | None = None
+    split: str = "train"
+    stream: bool = False
+
+
+@dataclass(frozen=True)
+class DatasetSource:
+    """A dataset that the package `datasets` loads: by name, or from a folder.
+
+    Attributes:
+        name: name on the Hugging Face hub, or path.
+        column: column that holds the text.
+        options: see `DatasetOptions`.
+    """
+
+    name: str
+    column: str
+    options: DatasetOptions
+
+    def fingerprint(self) -> str:
+        rows = None if self.options.stream else len(_load(self))
+        return hashlib.sha256(repr((self.name, self.options, rows)).encode()).hexdigest()
+
+    def parts(self) -> list[Part]:
+        dataset = _load(self)
+        if self.options.stream:
+            return [Part(number, 0, (number,)) for number in range(dataset.num_shards)]
+        bytes_ = max(dataset.data.nbytes, 1)
+        count = max(1, min(len(dataset), max(min(_PARTS, bytes_ // _SMALLEST), bytes_ // _LARGEST)))
+        ends = [len(dataset) * number // count for number in range(count + 1)]
+        return [Part(n, ends[n + 1] - ends[n], (range(ends[n], ends[n + 1]),)) for n in range(count)]
+
+    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
+        dataset, (piece,) = _load(self), part.slices
+        if self.options.stream:
+            rows, first = dataset.shard(num_shards=dataset.num_shards, index=piece), 0
+        else:
+            rows, first = dataset.select(piece), piece.start
+        name, position = repr(DATASET + self.name), 0
+        try:
+            for position, row in enumerate(rows, 1):
+                place = f"whose row {first + position - 1}" + (f" of shard {piece}" if self.options.stream else "")
+                yield name, from_value(row[self.column], position, place)
+        except GeneratorExit:
+            raise
+        except Exception as error:  # of many classes
+            clause = f"which `datasets` cannot read after row {first + position} ({_first_line(error)})"
+            yield name, Document("", b"", position, clause)
+
+
+@lru_cache(maxsize=1)
+def _load(source: DatasetSource) -> Any:
+    """Load a dataset, with the text column alone.
+
+    Raises:
+        ArgumentError: it cannot be loaded, or lacks the column.
+    """
+    with optional_imports():
+        import datasets
+    datasets.disable_progress_bars()
+    config, split, stream = source.options
+    got = repr(DATASET + source.name)
+    try:
+        if Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file():
+            dataset: Any = datasets.load_from_disk(source.name)
+            dataset = dataset.to_iterable_dataset(num_shards=_PARTS) if stream else dataset
+        else:
+            dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream)
+        columns = list(dataset.features or next(iter(dataset)))
+    except Exception as error:  # of many classes
+        problem = f"which `datasets` cannot load ({_first_line(error)})"
+        raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None
+    if source.column not in columns:
+        got = f"{source.column!r}, which {got} lacks"
+        raise ArgumentError("column", got=got, expected=f"one of its columns ({names(columns)})")
+    return dataset.select_columns(source.column)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__
