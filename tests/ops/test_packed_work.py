@@ -3,6 +3,9 @@
 import pytest
 import torch
 
+from kalmix.ops._attend import chunked
+from kalmix.ops._attend.kv_layout import RANK_STRIDE
+from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._shared import batching
 from kalmix.ops._shared.packing import PackedChunks, chunks_by_length
 from kalmix.segments import Segments
@@ -55,3 +58,29 @@ def test_parts_without_tokens_keep_states():
     (part,) = batching.Slicing(torch.empty(1, 8, 1, 4), 1, rows, 16, 64).parts()
     assert isinstance(part.chunks, PackedChunks)
     assert not part.cut([torch.ones(1, 8, 1, 4)])[0].any()
+
+
+def ranks(lengths):
+    """Ranks of packed tokens `[1, T]`, and bounds of their sequences."""
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    position = torch.arange(len(sequence)) - (lengths.cumsum(0) - lengths)[sequence]
+    return (sequence * RANK_STRIDE + position)[None], sequence
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize("causal", [True, False])
+def test_attend_visits_keys_of_the_sequences_of_a_tile(lengths, causal, window):
+    """The chunked kernel visits whole blocks of the sequences of 64 queries, and no others."""
+    rank, sequence = ranks(lengths)
+    tokens, config = rank.shape[1], ScoreConfig(True, True, causal, RANK_STRIDE // 2 if window is None else window)
+    x, none = torch.zeros(1, tokens, 1, 2), torch.zeros(11, 1)
+    inputs = chunked._TileInputs.of(x, x, x, rank.double(), rank, none, config)
+    start, stop = (lengths.cumsum(0) - lengths)[sequence], lengths.cumsum(0)[sequence]
+    token = torch.arange(tokens)
+    first = start if window is None else torch.maximum(start, token - window + 1)
+    last = token + 1 if causal else stop if window is None else torch.minimum(stop, token + window)
+    for queries in inputs.query_tiles():
+        keys = [keys for keys, _ in inputs.key_tiles(queries)]
+        needed = int(last[queries].max() - first[queries].min())
+        assert keys[0].start <= first[queries].min() and keys[-1].stop >= last[queries].max()
+        assert sum(x.stop - x.start for x in keys) <= needed + 2 * chunked.KEY_BLOCK

@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import attend_with
 from kalmix.ops._attend.dynamics import times_i
-from kalmix.ops._attend.kv_layout import KVLayout
+from kalmix.ops._attend.kv_layout import EMPTY_RANK, KVLayout
 from kalmix.ops._attend.scores import (
     HeadParams,
     ScoreConfig,
@@ -31,6 +32,7 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 QUERY_TILE = 64  # queries of a tile
+KEY_BLOCK = 16  # a tile of queries skips whole blocks of keys
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
@@ -47,7 +49,8 @@ def _attend_tiles(layout: KVLayout, signals: AttendSignals, variance: bool) -> t
 
 
 class _TileInputs(NamedTuple):
-    """Inputs of all tiles: q `[R, H, T, K]`, k `[R, H, S, K]`, v `[R, H, S, V]`, times and ranks `[R, S]`."""
+    """Inputs of all tiles: q `[R, H, T, K]`, k `[R, H, S, K]`, v `[R, H, S, V]`, times and ranks `[R, S]`, and the
+    lowest and the highest ranks of blocks of keys, `[R, blocks]`."""
 
     q: Tensor
     k: Tensor
@@ -56,22 +59,31 @@ class _TileInputs(NamedTuple):
     rank: Tensor
     params: HeadParams
     config: ScoreConfig
+    block_ranks: tuple[Tensor, Tensor]
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, head_params: Tensor, config: ScoreConfig
     ) -> _TileInputs:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        return cls(q, k, v, times, rank, HeadParams.of(head_params), config)
+        blocks = pad(rank, (0, -rank.shape[1] % KEY_BLOCK), value=EMPTY_RANK).unflatten(1, (-1, KEY_BLOCK))
+        highest = blocks.amax(2)
+        lowest = torch.where(blocks > EMPTY_RANK, blocks, highest[..., None]).amin(2)
+        return cls(q, k, v, times, rank, HeadParams.of(head_params), config, (lowest, highest))
 
     def query_tiles(self) -> Iterator[slice]:
         """Return the slices of queries."""
         return (slice(i, min(i + QUERY_TILE, self.q.shape[2])) for i in range(0, self.q.shape[2], QUERY_TILE))
 
     def key_tiles(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
-        """Yield slices of keys and their masks (true where masked); on the CPU, skip tiles without visible keys."""
+        """Yield slices of keys and their masks (true where masked); on the CPU, skip keys that no query attends to."""
         start, stop = self.config.slot_range(queries, self.q.shape[2], self.k.shape[2])
         query_slots = self._query_slots(queries)
+        if self.q.device.type == "cpu":
+            seen = self.config.visible_blocks(self.rank[:, query_slots], *self.block_ranks).nonzero()[:, 0].tolist()
+            first, last = (seen[0] * KEY_BLOCK, (seen[-1] + 1) * KEY_BLOCK) if seen else (stop, start)
+            # Empty slots attend to each other, so that no sum of weights is 0.
+            start, stop = max(start, min(first, query_slots.start)), min(stop, max(last, query_slots.stop))
         max_elements = batching.MAX_ENTRIES_CPU if self.q.device.type == "cpu" else batching.MAX_ENTRIES_GPU
         size = max(QUERY_TILE, max_elements // (self.q.shape[0] * self.q.shape[1] * QUERY_TILE))
         for i in range(start, stop, size):
