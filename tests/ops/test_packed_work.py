@@ -3,9 +3,11 @@
 import pytest
 import torch
 
+from kalmix import ops
 from kalmix.ops._attend import chunked
 from kalmix.ops._attend.kv_layout import RANK_STRIDE
 from kalmix.ops._attend.scores import ScoreConfig
+from kalmix.ops._dense.sequence_batching import SequenceBatch
 from kalmix.ops._shared import batching
 from kalmix.ops._shared.packing import PackedChunks, chunks_by_length
 from kalmix.segments import Segments
@@ -84,3 +86,27 @@ def test_attend_visits_keys_of_the_sequences_of_a_tile(lengths, causal, window):
         needed = int(last[queries].max() - first[queries].min())
         assert keys[0].start <= first[queries].min() and keys[-1].stop >= last[queries].max()
         assert sum(x.stop - x.start for x in keys) <= needed + 2 * chunked.KEY_BLOCK
+
+
+@pytest.mark.parametrize("reads_lengths", [True, False])
+def test_dense_tiles_follow_lengths(reads_lengths, monkeypatch):
+    """Results agree with the reference kernel, and with lengths read, tiles hold at most twice the tokens."""
+    monkeypatch.setattr(batching, "reads_lengths", lambda x: reads_lengths)
+    lengths = torch.tensor([1] * 40 + [70, 0, 5] + [3] * 20)
+    tokens, width = int(lengths.sum()), 24
+    segments = Segments(packed_rows(lengths))
+    q, k, v = torch.randn(3, 1, tokens, 1, width, dtype=torch.float64) / width**0.5
+    noise = torch.rand(2, 1, tokens, 1, dtype=torch.float64) + 0.1
+    results = []
+    for kernel in ("chunked", "reference"):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, *noise)]
+        mean, _, belief = ops.dense(
+            *leaves[:3], obs_noise=leaves[3], process_noise=leaves[4], segments=segments, kernel=kernel
+        )
+        total = mean.square().sum() + belief.mean.square().sum() + belief.covariance.square().sum()
+        results.append([mean, *belief, *torch.autograd.grad(total, leaves)])
+    for got, want in zip(*results, strict=True):
+        assert float((got - want).detach().norm()) <= 1e-10 * float(want.detach().norm())
+    batches = SequenceBatch.create(v, belief.mean, segments.rows)
+    padded = sum(sum(batch.active_counts) * batch.tile_size for batch in batches)
+    assert (padded <= 2 * tokens + 16 * 5) == reads_lengths

@@ -64,31 +64,42 @@ class _StepGroup:
         self.transitions = tile_transitions(self.tokens)
         self.stats = tile_statistics(self.tokens, self.transitions)
 
-    def forward(self, state: State) -> tuple[TileUpdate, State]:
-        """Update all tiles in sequence; return the updates, and the beliefs of all sequences after them."""
+    def forward(self, state: State, ended: list[State]) -> tuple[TileUpdate, State]:
+        """Update all tiles in sequence; return the updates, and the beliefs after the last step.
+
+        Beliefs of sequences that have no tile at a step are moved to `ended`.
+        """
         updates = []
         for stats, v, count in zip(
             self._split_steps(self.stats), self.tokens.v.split(self.active_counts), self.active_counts, strict=True
         ):
+            if count < len(state[0]):
+                ended.append((state[0][count:], state[1][count:]))
             updates.append(update_tile(stats, v, _first(count, state)))
-            state = _replace_first(final_state(stats, updates[-1]), state)
+            state = final_state(stats, updates[-1])
         return TileUpdate(*(torch.cat(x) for x in zip(*updates, strict=True))), state
 
     def recompute(self, checkpoints: State) -> TileUpdate:
         """Return all updates, given the beliefs before every tile or before the first tile of every sequence."""
         complete = self.num_checkpoints == sum(self.active_counts)
-        return update_tile(self.stats, self.tokens.v, checkpoints) if complete else self.forward(checkpoints)[0]
+        return update_tile(self.stats, self.tokens.v, checkpoints) if complete else self.forward(checkpoints, [])[0]
 
-    def backward(self, maps: BackwardMap, state: State) -> tuple[State, State]:
-        """Return adjoints of the beliefs after every tile (before rotation) and before the first tiles."""
+    def backward(self, maps: BackwardMap, state: State, final: State) -> tuple[State, State]:
+        """Return adjoints of the beliefs after every tile (before rotation) and before the first tiles.
+
+        Args:
+            maps: maps of the adjoints.
+            state: adjoints of the beliefs before the step after this group, or of no sequence.
+            final: adjoints of the final beliefs of all sequences.
+        """
         rotation = self.stats.rotation
         rotations = [None] * len(self.active_counts) if rotation is None else (-rotation).split(self.active_counts)
         grads = []
         for angle, step_map, count in reversed(
             list(zip(rotations, self._split_steps(maps), self.active_counts, strict=True))
         ):
-            grads.append(rotate_state(_first(count, state), angle))
-            state = _replace_first(step_map(grads[-1]), state)
+            grads.append(rotate_state(_replace_first(state, _first(count, final)), angle))
+            state = step_map(grads[-1])
         grad_means, grad_covariances = (torch.cat(x[::-1]) for x in zip(*grads, strict=True))
         return (grad_means, grad_covariances), state
 
@@ -111,7 +122,7 @@ def _replace_first(first: State, state: State) -> State:
 
 def _replace_rows(first: Tensor, rows: Tensor) -> Tensor:
     """Replace the first rows."""
-    return torch.cat([first, rows[len(first) :]])
+    return torch.cat([first, rows[len(first) :]]) if len(first) else rows
 
 
 def _forward(
@@ -129,28 +140,31 @@ def _forward(
     save: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    batch = SequenceBatch(v, mean, rows)
-    state = batch.sort(mean), batch.sort(covariance)
-    readout_means, readout_variances = batch.empty_output(v), batch.empty_output(v[..., : int(variance)])
+    batches = SequenceBatch.create(v, mean, rows)
+    readout_means, readout_variances = (batches[0].empty_output(x) for x in (v, v[..., : int(variance)]))
     count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
-    checkpoints = [x.new_zeros(count, *x.shape[1:]) for x in state]
+    finals = [x.clone(memory_format=torch.contiguous_format) for x in (mean, covariance)]
+    checkpoints = [x.new_zeros(count, *x.shape[2:], dtype=batches[0].dtype) for x in finals]
     with torch.autocast(v.device.type, enabled=False):
-        for steps in batch.step_groups():
-            group = _StepGroup(batch, steps, signals)
-            update, state = group.forward(state)
-            if save:
-                saved = _first(group.num_checkpoints, (update.mean, update.covariance))
-                for dest, x in zip(checkpoints, saved, strict=True):
-                    dest.index_copy_(0, batch.checkpoint_index(steps, count), x)
-            gains = readout_gains(group.stats, update)
-            batch.scatter_tiles(
-                group.index, readout_means, group.stats.queries @ update.mean + gains @ update.innovation
-            )
-            if variance:
-                batch.scatter_tiles(group.index, readout_variances, readout_variance(group.stats, update, gains))
-    outputs = batch.to_output(readout_means, v.dtype), batch.to_output(readout_variances, mean.dtype)
-    final_mean, final_covariance = (batch.unsort(x, mean.dtype) for x in state)
-    return *outputs, final_mean, final_covariance, checkpoints[0].flatten(), checkpoints[1].flatten()
+        for batch in batches:
+            state, ended = (batch.sort(mean), batch.sort(covariance)), []
+            for steps in batch.step_groups():
+                group = _StepGroup(batch, steps, signals)
+                update, state = group.forward(state, ended)
+                if save:
+                    saved = _first(group.num_checkpoints, (update.mean, update.covariance))
+                    for dest, x in zip(checkpoints, saved, strict=True):
+                        dest.index_copy_(0, batch.checkpoint_index(steps, count), x)
+                gains = readout_gains(group.stats, update)
+                batch.scatter_tiles(
+                    group.index, readout_means, group.stats.queries @ update.mean + gains @ update.innovation
+                )
+                if variance:
+                    batch.scatter_tiles(group.index, readout_variances, readout_variance(group.stats, update, gains))
+            for final, x in zip(finals, zip(*[state, *reversed(ended)], strict=True), strict=True):
+                batch.unsort(torch.cat(x) if ended else x[0], final)
+    outputs = batches[0].to_output(readout_means, v.dtype), batches[0].to_output(readout_variances, mean.dtype)
+    return *outputs, finals[0], finals[1], checkpoints[0].flatten(), checkpoints[1].flatten()
 
 
 def _forward_fake(q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, variance, save):
@@ -178,41 +192,43 @@ def _backward(
     grad_final_covariance: Tensor,
 ) -> list[Tensor]:
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    batch = SequenceBatch(v, grad_final_mean, rows)
-    state = batch.sort(grad_final_mean), symmetrize(batch.sort(grad_final_covariance))
+    batches = SequenceBatch.create(v, grad_final_mean, rows)
+    grad_prior = [grad_final_mean.clone(memory_format=torch.contiguous_format), symmetrize(grad_final_covariance)]
     if not grad_variance.numel():  # the variance was not requested
         grad_variance = grad_mean.new_zeros(()).expand(*grad_mean.shape[:3], 1)
     inputs = [x for x in signals if x is not None]
-    grads = [batch.empty_output(x) for x in inputs]
-    groups = batch.step_groups()
+    grads = [batches[0].empty_output(x) for x in inputs]
     checkpoints = [
         x.view(-1, *y.shape[2:]) for x, y in ((means, grad_final_mean), (covariances, grad_final_covariance))
     ]
     with torch.autocast(v.device.type, enabled=False):
-        for steps in reversed(groups):
-            group = _StepGroup(batch, steps, signals)
-            index = batch.checkpoint_index(steps, len(checkpoints[0]))
-            update = group.recompute((checkpoints[0][index], checkpoints[1][index]))
-            gains = readout_gains(group.stats, update)
-            grad_readout, grad_readout_variance = (
-                batch.gather_tiles(group.index, grad_mean),
-                batch.gather_tiles(group.index, grad_variance),
-            )
-            arguments = (
-                group.stats,
-                update,
-                gains,
-                readout_gains_backward(update, grad_readout),
-                grad_readout,
-                grad_readout_variance,
-            )
-            grad_after, state = group.backward(backward_map(*arguments), state)
-            token_grads = tile_statistics_backward(group.tokens, group.transitions, *tile_vjp(*arguments, grad_after))
-            for output, x in zip(grads, (x for x in token_grads if x is not None), strict=True):
-                batch.scatter_tiles(group.index, output, x)
-    signal_grads = iter([batch.to_output(output, x.dtype) for output, x in zip(grads, inputs, strict=True)])
-    all_grads = [v.new_empty(0) if x is None else next(signal_grads) for x in signals]
-    return [*all_grads, *(batch.unsort(x, grad_final_mean.dtype) for x in state)]
+        for batch in batches:
+            final = batch.sort(grad_prior[0]), batch.sort(grad_prior[1])
+            state = _first(0, final)
+            for steps in reversed(batch.step_groups()):
+                group = _StepGroup(batch, steps, signals)
+                index = batch.checkpoint_index(steps, len(checkpoints[0]))
+                update = group.recompute((checkpoints[0][index], checkpoints[1][index]))
+                gains = readout_gains(group.stats, update)
+                readout_grads = (batch.gather_tiles(group.index, x) for x in (grad_mean, grad_variance))
+                grad_readout, grad_readout_variance = readout_grads
+                arguments = (
+                    group.stats,
+                    update,
+                    gains,
+                    readout_gains_backward(update, grad_readout),
+                    grad_readout,
+                    grad_readout_variance,
+                )
+                grad_after, state = group.backward(backward_map(*arguments), state, final)
+                tile_grads = tile_vjp(*arguments, grad_after)
+                token_grads = tile_statistics_backward(group.tokens, group.transitions, *tile_grads)
+                for output, x in zip(grads, (x for x in token_grads if x is not None), strict=True):
+                    batch.scatter_tiles(group.index, output, x)
+            for grad, x in zip(grad_prior, _replace_first(state, final), strict=True):
+                batch.unsort(x, grad)
+    signal_grads = iter([batches[0].to_output(output, x.dtype) for output, x in zip(grads, inputs, strict=True)])
+    return [*(v.new_empty(0) if x is None else next(signal_grads) for x in signals), *grad_prior]
 
 
 _filter = register_filter_op(

@@ -1,8 +1,9 @@
 """Batches of sequences whose tiles are filtered together, longest sequence first.
 
 Packed, padded and whole sequences differ only in where the tokens of a tile are. With the longest sequence first, the
-sequences that have not ended are always the first ones, so no step is spent on the others. On a GPU, lengths of
-segments are not read; their number at each step is bounded instead.
+sequences that have not ended are always the first ones, so no step is spent on the others. Short sequences have batches
+of their own, with smaller tiles. On a GPU, lengths of segments are not read; the number of sequences at each step is
+bounded instead.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared import batching
 from kalmix.ops._shared.chunking import max_packed_chunks
+from kalmix.ops._shared.packing import group_by_length
 from kalmix.segments import Segments
 
 TILE = 16  # tokens that share a factorisation; half as many for keys narrower than `FULL_TILE_WIDTH`
@@ -49,10 +52,40 @@ class SequenceBatch:
     to one head: R tiles are those of R / G pairs of sequence and step.
     """
 
-    def __init__(self, v: Tensor, mean: Tensor, rows: Tensor | None) -> None:
+    @staticmethod
+    def create(v: Tensor, mean: Tensor, rows: Tensor | None) -> list[SequenceBatch]:
+        """Return the batches of a call: one for each size of tiles if lengths may be read, else one."""
+        size, batches, first_checkpoint = _tile_size(v, mean), [], 0
+        if rows is None or not batching.reads_lengths(v):
+            return [SequenceBatch(v, mean, rows, size)]
+        for members, own_size in group_by_length(rows[:, 2] - rows[:, 1], size):
+            batch = SequenceBatch(v, mean[: len(members)], rows[members], own_size, members, first_checkpoint)
+            first_checkpoint += batch.checkpoints
+            batches.append(batch)
+        return batches or [SequenceBatch(v, mean, rows, size)]
+
+    def __init__(
+        self,
+        v: Tensor,
+        mean: Tensor,
+        rows: Tensor | None,
+        tile_size: int,
+        members: Tensor | None = None,
+        first_checkpoint: int = 0,
+    ) -> None:
+        """Build a batch.
+
+        Args:
+            v: values `[B, T, G, V]`.
+            mean: tensor of the shape of the means of these sequences.
+            rows: rows of `Segments` of these sequences, or `None`.
+            tile_size: tokens per tile.
+            members: int64 `[n]`, these sequences; `None` for all.
+            first_checkpoint: number of beliefs that other batches store before those of this batch.
+        """
         self.token_shape, self.heads, self.dtype = v.shape[:2], v.shape[2], working_dtype(mean)
         self.tile_size, self.steps_per_group, self.checkpoint_interval = (
-            _tile_size(v, mean),
+            tile_size,
             _steps_per_group(mean),
             _checkpoint_interval(mean),
         )
@@ -60,18 +93,20 @@ class SequenceBatch:
         spans = Segments.whole(v.shape[0], v.shape[1], v.device).rows if rows is None else rows
         row, start, stop = spans.long().unbind(1)
         tiles = (stop - start + self.tile_size - 1) // self.tile_size
-        self.order = tiles.argsort(descending=True, stable=True)
-        self.tiles = tiles[self.order]
+        order = tiles.argsort(descending=True, stable=True)
+        self.order = order if members is None else members[order]
+        self.tiles = tiles[order]
         checkpoints = (self.tiles + self.checkpoint_interval - 1) // self.checkpoint_interval
-        self.first_checkpoint = checkpoints.cumsum(0) - checkpoints
+        self.first_checkpoint = first_checkpoint + checkpoints.cumsum(0) - checkpoints
         first = row * self.token_shape[1]
-        self.first, self.end = (first + start)[self.order], (first + stop)[self.order]
+        self.first, self.end = (first + start)[order], (first + stop)[order]
         self.active_counts = [
             _active_sequences(j, v, mean, rows) for j in range(-(-self.token_shape[1] // self.tile_size))
         ]
-        if rows is not None and v.device.type == "cpu":  # reading values does not synchronise
-            active = (tiles > torch.arange(len(self.active_counts))[:, None]).sum(1)
-            self.active_counts = [count for count in active.tolist() if count]
+        self.checkpoints = 0
+        if rows is not None and batching.reads_lengths(v):
+            self.active_counts = (len(tiles) - torch.bincount(tiles).cumsum(0)[:-1]).tolist()
+            self.checkpoints = int(checkpoints.sum())
 
     @staticmethod
     def num_checkpoints(v: Tensor, mean: Tensor, rows: Tensor | None) -> int:
@@ -101,13 +136,12 @@ class SequenceBatch:
         return [range(j, min(j + self.steps_per_group, count)) for j in range(0, count, self.steps_per_group)]
 
     def sort(self, states: Tensor) -> Tensor:
-        """Convert states `[N, G, ...]` to `[N * G, ...]`, in the order of the batch."""
+        """Convert states `[N, G, ...]` of all sequences to `[n * G, ...]`, in the order of the batch."""
         return states.index_select(0, self.order).flatten(0, 1).to(self.dtype)
 
-    def unsort(self, states: Tensor, dtype: torch.dtype) -> Tensor:
-        """Convert states back to `[N, G, ...]`, in the original order."""
-        states = states.unflatten(0, (-1, self.heads)).to(dtype)
-        return torch.empty_like(states).index_copy_(0, self.order, states)
+    def unsort(self, states: Tensor, all_states: Tensor) -> None:
+        """Store the states of this batch in the states `[N, G, ...]` of all sequences, in the original order."""
+        all_states.index_copy_(0, self.order, states.unflatten(0, (-1, self.heads)).to(all_states.dtype))
 
     def token_index(self, steps: range) -> TokenIndex:
         """Return the positions of the tokens of the tiles of some steps."""

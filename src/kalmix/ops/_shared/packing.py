@@ -136,12 +136,23 @@ class ChainedChunks(PackedChunks):
 
 
 def chunks_by_length(rows: Tensor, batch: int, length: int, size: int, key_heads: int) -> list[SteppedChunks]:
-    """Group the sequences of `Segments` rows, on a CPU, into layouts with chunks of 1, 2, 4, ... up to `size` tokens.
-
-    A sequence gets the smallest chunk that holds it. A group of fewer than `size` tokens joins the next one.
-    """
+    """Return the layouts of the groups of `group_by_length`, for the rows of `Segments` in `[B, T]` tokens."""
     row, start, stop = rows.long().unbind(1)
-    lengths, first = stop - start, row * length
+    first = row * length
+    return [
+        SteppedChunks(members, (first + start)[members], (first + stop)[members], own_size, batch * length, key_heads)
+        for members, own_size in group_by_length(stop - start, size)
+    ]
+
+
+def group_by_length(lengths: Tensor, size: int) -> list[tuple[Tensor, int]]:
+    """Group sequences, on a CPU, by the smallest of 1, 2, 4, ... up to `size` tokens that holds them.
+
+    A group of fewer than `size` tokens joins the next one. Empty sequences are in no group.
+
+    Returns:
+        The sequences of each group, int64 `[n]`, and its number of tokens.
+    """
     largest = (size - 1).bit_length()
     exponent = (lengths.clamp(min=1) - 1).double().log2().floor().add(1).clamp(0, largest).long()
     groups = []
@@ -150,8 +161,7 @@ def chunks_by_length(rows: Tensor, batch: int, length: int, size: int, key_heads
         if len(members) << i < size and bool(((exponent > i) & (lengths > 0)).any()):
             exponent[members] += 1
         elif len(members):
-            span = (first + start)[members], (first + stop)[members]
-            groups.append(SteppedChunks(members, *span, min(1 << i, size), batch * length, key_heads))
+            groups.append((members, min(1 << i, size)))
     return groups
 
 
