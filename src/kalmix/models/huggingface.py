@@ -103,6 +103,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
 
     accepts_loss_kwargs = True
     _tied_weights_keys = TIED_WEIGHTS
+    _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
