@@ -1,1 +1,3 @@
-"""Context parallelism and sharding plans. Empty so far."""
+"""Context parallelism: ranks divide the tokens of each sequence among themselves. Sharding plans come here, too."""
+
+from kalmix.distributed.context import ContextParallel as ContextParallel

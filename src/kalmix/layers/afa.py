@@ -9,9 +9,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor, nn
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.beliefs import HistoryBelief
 from kalmix.designs import Design
+from kalmix.distributed import ops
 from kalmix.layers.fused import l2_normalize
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics

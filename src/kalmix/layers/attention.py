@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
+from kalmix.distributed.entry import entry_keys, past_tokens
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
@@ -163,6 +164,8 @@ class Attention(Mixer):
         offset = None  # number of earlier tokens of each sequence
         if previous is not None and previous.positions.shape[1]:
             offset = previous.positions.amax(1) + 1
+        elif previous is None:
+            offset = past_tokens()
         if segments is None or segment_ids is None:
             position = token.expand(batch, length) if offset is None else offset[:, None] + token
         else:
@@ -172,6 +175,9 @@ class Attention(Mixer):
         q, k, v = self._heads(mask_outside(x, segment_ids))
         q, k = (apply_rotary(x, position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         new = AttentionState(k, v, position)
+        if previous is None and offset is not None:  # tokens of other ranks
+            history = entry_keys(k, v)
+            previous = AttentionState(history.keys, history.values, history.positions)
         if segments is None or segment_ids is None:
             output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
         elif previous is None:

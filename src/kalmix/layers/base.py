@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar, Self, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor, nn
 
 from kalmix.designs import Design
+from kalmix.distributed.context import is_active, read_on_rank
 from kalmix.errors import ArgumentError, any_of
 from kalmix.layers.head_sizes import Heads
 from kalmix.ops import OPS
@@ -107,8 +108,7 @@ class Mixer(nn.Module):
             ArgumentError: an option has another type, or the op has no kernel of that name.
         """
         if missing := [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]:
-            names = ", ".join(missing)
-            raise TypeError(f"{cls.__name__} is an abstract class; build a subclass that implements {names}")
+            raise TypeError(f"{cls.__name__} is an abstract class; a subclass implements {', '.join(missing)}")
         check_types(option_types(cls), options)
         check_kernel(cls.design, options.get("kernel"))
         return super().__new__(cls)
@@ -277,10 +277,11 @@ class Mixer(nn.Module):
 
     def try_read(self, x: Tensor, *arguments: Any, **timing: Tensor | None) -> tuple[Filtered, Any]:
         """Call `read`; if PyTorch refuses the dtype or device of x, raise an `ArgumentError` about it."""
+        read = partial(read_on_rank, self.read) if is_active() else self.read
         if torch.compiler.is_compiling():  # a graph must not break inside `try`
-            return self.read(x, *arguments, **timing)
+            return read(x, *arguments, **timing)
         try:
-            return self.read(x, *arguments, **timing)
+            return read(x, *arguments, **timing)
         except RuntimeError as error:
             weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
             weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
@@ -289,8 +290,7 @@ class Mixer(nn.Module):
             if fits or isinstance(error, torch.OutOfMemoryError):
                 raise
             got, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
-            expected += ", as the parameters of the layer"
-            raise ArgumentError("x", got=got, expected=expected, hint="Convert one of them") from None
+            raise ArgumentError("x", got=got, expected=f"{expected}, as the layer", hint="Convert either") from None
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None

@@ -8,8 +8,9 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.designs import Design
+from kalmix.distributed import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from kalmix.designs import CATALOGUE, Covariance, Design, Evidence, Transition
+from kalmix.distributed import ops
 from kalmix.errors import ArgumentError
-from kalmix.filtering import filter as filter_by
 from kalmix.layers.base import check_kernel
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
@@ -150,7 +150,7 @@ class DesignLayer(MemoryLayer):
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.filter` under the design."""
-        return filter_by(self.design, q, k, v, **arguments)
+        return ops.filter(self.design, q, k, v, **arguments)
 
 
 def design_from_config(value: object) -> Design:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.designs import Design, Transition
+from kalmix.distributed import ops
 from kalmix.layers.config_io import ridge_from_config, solver_from_config
 from kalmix.layers.fused import l2_normalize
 from kalmix.layers.head_sizes import Heads

@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
+from kalmix.distributed import ops
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.fused import gated_skip, l2_normalize, without_storing
 from kalmix.layers.head_sizes import divide_state

@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.designs import Design
+from kalmix.distributed import ops
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype

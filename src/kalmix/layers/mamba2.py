@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.designs import Design
+from kalmix.distributed import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.fused import Gate, Norm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kalmix.distributed.entry import entry_inputs
 from kalmix.layers.base import check_state_tensor
 from kalmix.layers.fused import Norm, Packing, add_rms_norm, rms_norm, short_convolution
 from kalmix.segments import Segments
@@ -149,6 +150,8 @@ class ShortConvolution(nn.Module):
         Raises:
             ArgumentError: `state` has another shape, dtype or device.
         """
+        if state is None:
+            state = entry_inputs(x, self.size - 1)
         sequences = x.shape[0] if segments is None else segments.count
         sizes = {"N": sequences, "P": self.size - 1, "C": self.channels}
         if state is not None:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix import ops
+from kalmix.distributed import ops
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics

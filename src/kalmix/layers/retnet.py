@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kalmix import designs, ops
+from kalmix import designs
 from kalmix.designs import Design
+from kalmix.distributed import ops
+from kalmix.distributed.entry import past_tokens
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_state_tensor
 from kalmix.layers.head_sizes import Heads
@@ -99,6 +101,8 @@ class RetNet(MemoryLayer):
         if conv_state is not None:
             sizes = {"N": x.shape[0] if segments is None else segments.count}
             check_state_tensor("conv_state", conv_state, "N", sizes, (torch.int64,), x)
+        else:
+            conv_state = past_tokens()
         token = torch.arange(x.shape[1], device=x.device)
         if segments is None or segment_ids is None:
             past = token.new_zeros(x.shape[0]) if conv_state is None else conv_state

@@ -2,7 +2,7 @@
 
 from kalmix.beliefs import PointBelief
 from kalmix.designs.kinds import INPUT, NONE, Algebra
-from kalmix.ops._additive.api import additive
+from kalmix.ops._additive.api import additive, default_prior
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.lowering import lower
 from kalmix.ops._additive.oracle import RECURSION
@@ -24,4 +24,5 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    prior=default_prior,
 )

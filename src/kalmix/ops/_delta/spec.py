@@ -2,6 +2,7 @@
 
 from kalmix.beliefs import PointBelief
 from kalmix.designs.kinds import MEMORY, RESET, Algebra
+from kalmix.ops._additive.api import default_prior
 from kalmix.ops._delta.api import delta
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.lowering import lower
@@ -24,4 +25,5 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    prior=default_prior,
 )

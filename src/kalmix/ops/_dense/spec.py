@@ -4,7 +4,7 @@ import torch
 
 from kalmix.beliefs import DenseBelief
 from kalmix.designs.kinds import DENSE, MEMORY, Algebra
-from kalmix.ops._dense.api import LEAST_NOISE, dense
+from kalmix.ops._dense.api import LEAST_NOISE, default_prior, dense
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower
 from kalmix.ops._dense.oracle import RECURSION
@@ -29,4 +29,5 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=LEAST_NOISE[torch.float32],
     update=update,
+    prior=default_prior,
 )

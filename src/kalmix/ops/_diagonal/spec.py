@@ -2,7 +2,7 @@
 
 from kalmix.beliefs import DiagonalBelief
 from kalmix.designs.kinds import CELL, DIAGONAL, Algebra
-from kalmix.ops._diagonal.api import diagonal
+from kalmix.ops._diagonal.api import default_prior, diagonal
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.lowering import lower
 from kalmix.ops._diagonal.oracle import RECURSION
@@ -25,4 +25,5 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    prior=default_prior,
 )

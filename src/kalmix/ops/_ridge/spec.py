@@ -2,7 +2,7 @@
 
 from kalmix.beliefs import RidgeBelief
 from kalmix.designs.kinds import INFORMATION, MEMORY, Algebra
-from kalmix.ops._ridge.api import ridge
+from kalmix.ops._ridge.api import default_prior, ridge
 from kalmix.ops._ridge.kernels import KERNELS
 from kalmix.ops._ridge.lowering import lower
 from kalmix.ops._ridge.oracle import RECURSION
@@ -28,4 +28,5 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    prior=default_prior,
 )

@@ -1,0 +1,227 @@
+"""Context parallelism: the tokens of each sequence are divided among ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from kalmix.distributed.exchange import gather
+from kalmix.distributed.layout import LAYOUTS, Placement, Runs, find_runs, order_spans, segments_of, shard_tokens
+from kalmix.errors import ArgumentError
+from kalmix.segments import Segments
+from kalmix.validation import check_choice
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ContextParallel:
+    """Context in which the ranks of a device mesh divide the tokens of each sequence among themselves.
+
+    Each rank calls the model with its own tokens, `[B, T / ranks, ...]`, and gets the outputs at these tokens. Inside
+    the context, layers of kalmix exchange what they need of earlier tokens. The result equals that of one process.
+
+        with ContextParallel(mesh["cp"]) as cp:
+            y, _ = layer(cp.shard(x))
+            loss = (y - cp.shard(target)).square().sum()
+            loss.backward()
+            cp.sum_gradients(layer.parameters())
+
+    - `shard(x, dim=1)` returns the tokens of this rank, from whole sequences that every rank has.
+    - `unshard(y, dim=1)` returns whole sequences on every rank, without gradients.
+    - `sum_gradients(parameters)` adds up the gradients of all ranks. Each rank has computed the gradient of the sum of
+      all ranks' losses with respect to its own use of the parameters. `DistributedDataParallel` and FSDP average them
+      instead: with these, multiply the loss by the number of ranks.
+
+    Call `backward` inside the context, and run the same layers in the same order on every rank.
+    docs/context-parallelism.md has the rules and a whole program.
+
+    Layers whose belief has a constant size exchange one update per layer (`kalmix.updates`), and the last inputs of a
+    short convolution. Attention layers gather the keys and values of all ranks. A layer that cannot take part raises
+    `RuntimeError`. A call with a `state` or `segments` raises `ArgumentError`: pass the segments of the whole sequences
+    here. A layer returns the state after the last token of each run of tokens that this rank holds.
+
+    Args:
+        mesh: one-dimensional device mesh, such as `mesh["cp"]`.
+        layout: "contiguous": rank r holds the r-th part of each sequence. "head-tail": sequences are cut into 2 R parts
+            for R ranks, and rank r holds parts r and 2 R - 1 - r, one after the other, so that causal attention takes
+            as long on each rank.
+        segments: `Segments` of the whole sequences, for packing and padding, equal on all ranks. Default: each batch
+            row is one sequence.
+
+    Raises:
+        ArgumentError: an argument is not of this kind, or `mesh` has several dimensions; or, in a call, the tokens of a
+            rank cannot be cut as the layout asks.
+        RuntimeError: a layer cannot take part, or the context is entered inside another.
+
+    Example:
+        >>> from torch import distributed
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> from kalmix.distributed import ContextParallel
+        >>> from kalmix.layers import KLA
+        >>> distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+        >>> layer, x = KLA(16), torch.randn(2, 32, 16)
+        >>> with ContextParallel(init_device_mesh("cpu", (1,))) as cp:
+        ...     y = cp.unshard(layer(cp.shard(x))[0])
+        >>> distributed.destroy_process_group()
+        >>> torch.allclose(y, layer(x)[0], atol=1e-5)
+        True
+    """
+
+    def __init__(self, mesh: DeviceMesh, layout: str = "contiguous", segments: Segments | None = None) -> None:
+        check_choice("layout", layout, LAYOUTS)
+        if not hasattr(mesh, "get_group") or mesh.ndim != 1:
+            got = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else f"a {type(mesh).__name__}"
+            raise ArgumentError("mesh", got=got, expected="a DeviceMesh of one dimension", hint='Try mesh["cp"]')
+        if segments is not None and not isinstance(segments, Segments):
+            raise ArgumentError("segments", got=f"a {type(segments).__name__}", expected="kalmix.Segments")
+        self.group = mesh.get_group()
+        self.placement = Placement(mesh.get_local_rank(), mesh.size(), layout)
+        self.documents: list[list[int]] | None = None if segments is None else segments.rows.tolist()
+        self._calls: dict[tuple[int, int, torch.device], Call] = {}
+
+    def __enter__(self) -> Self:
+        """Make this the active context."""
+        if _STATE.context is not None:
+            raise RuntimeError("a ContextParallel is entered inside another; leave the first one before")
+        _STATE.context = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the context."""
+        _STATE.context = None
+
+    def shard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return the tokens of this rank, from whole sequences with tokens along `dim`."""
+        return shard_tokens(x, self.placement, dim)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Return whole sequences, from the tokens of each rank; without gradients."""
+        spans = torch.stack(x.detach().chunk(self.placement.spans, dim))
+        return torch.cat(order_spans(gather([spans], self.group)[0], self.placement), dim)
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """Replace the gradient of each parameter by the sum over all ranks."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                torch.distributed.all_reduce(parameter.grad, group=self.group)
+
+    def call(self, batch: int, length: int, device: torch.device) -> Call:
+        """Return the exchange of a call with B rows of `length` tokens on this rank."""
+        key = (batch, length, device)
+        if key not in self._calls:
+            self._calls[key] = Call(self, *key)
+        return self._calls[key]
+
+
+class Call:
+    """Runs of one shape of tokens, and the exchange of what they need from other ranks.
+
+    Attributes:
+        context: the context.
+        segments: runs of this rank as segments; `None` if each batch row is one run.
+        tails: runs that may continue in the next span, one for each span and row, as segments; `None` likewise.
+        past: int64 `[N]`, number of tokens of the document before each run.
+    """
+
+    def __init__(self, context: ContextParallel, batch: int, length: int, device: torch.device) -> None:
+        self.context, self.batch, self.length = context, batch, length
+        runs: Runs = find_runs(context.placement, batch, length, context.documents)
+        whole = context.placement.spans == 1 and context.documents is None
+        self.runs = runs
+        self.segments = None if whole else segments_of(runs.every, device)
+        self.tails = None if whole else segments_of(runs.tails, device)
+        self.past = torch.tensor([run.past for run in runs.every], device=device)
+        self.entry = torch.tensor([run.span * batch + run.row for run in runs.every], device=device)
+        self.starts = torch.tensor([run.past == 0 for run in runs.tails], device=device)
+        self.participants = 0
+
+    @property
+    def sequences(self) -> int:
+        """Number of runs of this rank."""
+        return len(self.runs.every)
+
+    def gather_spans(self, tensors: list[Tensor]) -> list[list[Tensor]]:
+        """Return tensors `[spans per rank * B, ...]` of all ranks, as lists over all spans of `[B, ...]`."""
+        placement = self.context.placement
+        split = [x.unflatten(0, (placement.spans, self.batch)) for x in tensors]
+        return [order_spans(x, placement) for x in gather(split, self.context.group)]
+
+    def entries(self, tensors: list[list[Tensor]]) -> list[Tensor]:
+        """Return what the span before each run holds `[N, ...]`, from lists over all spans; zeros for new documents."""
+        held = self.context.placement.held
+        before = [torch.cat([x[max(span - 1, 0)] for span in held])[self.entry] for x in tensors]
+        return [torch.where(self._continues(x), x, 0) for x in before]
+
+    def _continues(self, like: Tensor) -> Tensor:
+        return (self.past > 0).view(-1, *[1] * (like.ndim - 1))
+
+    def select(self, belief: Any, prior: Any) -> Any:
+        """Return the belief before each run: from `[spans * B, ...]` if it continues a document, else the prior."""
+        pairs = zip(belief, prior, strict=True)
+        return type(prior)(*(torch.where(self._continues(y), x[self.entry], y) for x, y in pairs))
+
+
+class _State:
+    """The active context, and the call of a layer that is running. Backward passes run in other threads."""
+
+    context: ContextParallel | None = None
+    call: Call | None = None
+
+
+_STATE = _State()
+
+
+def is_active() -> bool:
+    """Return whether a context is active."""
+    return _STATE.context is not None
+
+
+def active_call() -> Call | None:
+    """Return the exchange of the layer that is running; `None` without an active context.
+
+    Raises:
+        RuntimeError: a context is active, but no layer is running.
+    """
+    if _STATE.context is not None and _STATE.call is None:
+        raise RuntimeError("inside a ContextParallel, call a layer; its other methods and ops know its own tokens only")
+    return _STATE.call
+
+
+def read_on_rank(
+    read: Callable[..., Any],
+    x: Tensor,
+    state: object = None,
+    segments: Segments | None = None,
+    variance: bool = False,
+    **timing: Any,
+) -> Any:
+    """Call `read` of a layer with the tokens `x` `[B, T, D]` of this rank, in an active context.
+
+    Raises:
+        ArgumentError: the layer got a state or segments.
+        RuntimeError: the layer exchanged nothing.
+    """
+    context = _STATE.context
+    assert context is not None
+    if _STATE.call is not None:  # a layer inside another
+        return read(x, state, segments, variance, **timing)
+    if state is not None:
+        raise ArgumentError("state", got=f"a {type(state).__name__}", expected="None inside a ContextParallel")
+    if segments is not None:
+        hint = "Pass the segments of the whole sequences to the ContextParallel"
+        raise ArgumentError("segments", got="segments", expected="None inside a ContextParallel", hint=hint)
+    call = context.call(x.shape[0], x.shape[1], x.device)
+    call.participants = 0
+    _STATE.call = call
+    try:
+        result = read(x, None, call.segments, variance, **timing)
+    finally:
+        _STATE.call = None
+    if call.participants == 0:
+        layer = type(getattr(read, "__self__", read)).__name__
+        raise RuntimeError(f"`{layer}` cannot take part in context parallelism; it would start again on each rank")
+    return result

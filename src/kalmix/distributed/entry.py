@@ -1,0 +1,113 @@
+"""State that the tokens of a rank need from other ranks: beliefs, histories, and inputs of convolutions."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kalmix.beliefs import HistoryBelief
+from kalmix.distributed.context import Call, active_call
+from kalmix.errors import ArgumentError
+from kalmix.ops import OpSpec
+from kalmix.types import belief_dtype
+
+
+def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any:
+    """Return the belief before each run of this rank.
+
+    Each rank computes the update by the last run of its spans, and receives those of the others. It combines those of
+    the earlier spans, last ones first, and applies the result. A run that begins a document makes its update constant.
+
+    Args:
+        call: the call of the layer.
+        op: the op, which has updates.
+        v: values `[B, T, G, V]`.
+        signals: arguments of the op beside q, v, the belief and the segments.
+    """
+    assert op.update is not None and op.prior is not None
+    call.participants += 1
+    accepted = signature(op.update).parameters
+    arguments = {name: x for name, x in signals.items() if name in accepted}
+    update = op.update(**(arguments | {"v": v, "segments": call.tails}))
+    sizes = {"G": v.shape[2], "K": signals["k"].shape[3], "V": v.shape[3]}
+    prior = op.prior(v, sizes | {"N": len(call.runs.tails)})
+    kind = type(update)
+    update = _select(call.starts, kind.constant(update.apply(prior)), update)
+    spans = [kind(*x) for x in zip(*call.gather_spans(list(update)), strict=True)]
+    held = torch.tensor(call.context.placement.held, device=v.device).repeat_interleave(call.batch)
+    copies = len(call.context.placement.held)
+    total = kind.identity(prior)
+    for index in reversed(range(max(1, len(spans) - 1))):
+        span = kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in spans[index]))
+        total = _select(held > index, span.then(total), total)
+    return call.select(total.apply(prior), op.prior(v, sizes | {"N": call.sequences}))
+
+
+def _select(condition: Tensor, yes: Any, no: Any) -> Any:
+    pairs = zip(yes, no, strict=True)
+    return type(no)(*(torch.where(condition.view(-1, 1, 1, 1), x, y) for x, y in pairs))
+
+
+def entry_history(call: Call, k: Tensor, v: Tensor, times: Tensor | None) -> HistoryBelief:
+    """Return keys, values and times `[N, S, ...]` of the tokens before each run of this rank.
+
+    Args:
+        call: the call of the layer.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`.
+        times: `[B, T]`, or `None` for 0, 1, 2, ... in each document.
+    """
+    call.participants += 1
+    placement, runs = call.context.placement, call.runs.every
+    size = placement.span_length(call.length)
+    tensors = [k, v] if times is None else [k, v, times.detach()]
+    by_span = [torch.cat(x.split(size, 1)) for x in tensors]  # [spans * B, L, ...]
+    starts = [placement.held[run.span] * size + run.start % size for run in runs]  # of runs, in the whole sequence
+    slots = max(1, *starts, 1)
+    row = torch.tensor([run.row for run in runs], device=v.device)
+    keys, values, *gathered = (torch.cat(x, 1)[:, :slots][row] for x in call.gather_spans(by_span))
+    token = torch.arange(slots, device=v.device)
+    first = torch.tensor([run.document for run in runs], device=v.device)[:, None]
+    own = (token >= first) & (token < first + call.past[:, None])
+    positions = torch.where(own, token - first, -1)
+    keys, values = (torch.where(own[..., None, None], x, 0).to(belief_dtype(v.dtype)) for x in (keys, values))
+    return HistoryBelief(keys, values, (gathered[0] if gathered else positions).double(), positions)
+
+
+def entry_inputs(x: Tensor, count: int) -> Tensor | None:
+    """Return the last `count` inputs before each run of this rank, `[N, count, C]`; `None` without an active context.
+
+    Args:
+        x: inputs `[B, T, C]`.
+        count: number of inputs.
+
+    Raises:
+        ArgumentError: a span has fewer tokens.
+    """
+    call = active_call()
+    if call is None or count == 0:
+        return None
+    size = call.context.placement.span_length(call.length)
+    if size < count:
+        problem = f"has {size} tokens in each part of the sequence"
+        raise ArgumentError("x", problem=problem, expected=f"at least {count}, the inputs of the short convolution")
+    last = torch.cat([span[:, size - count :] for span in x.split(size, 1)])  # [spans * B, count, C]
+    start = torch.tensor([run.start - run.span * size for run in call.runs.tails], device=x.device)
+    inside = torch.arange(size - count, size, device=x.device) >= start[:, None]
+    return call.entries(call.gather_spans([torch.where(inside[..., None], last, 0)]))[0]
+
+
+def past_tokens() -> Tensor | None:
+    """Return the number of tokens of the document before each run, int64 `[N]`; `None` without an active context."""
+    call = active_call()
+    return None if call is None else call.past
+
+
+def entry_keys(k: Tensor, v: Tensor) -> HistoryBelief:
+    """Return keys and values of the tokens before each run of this rank, in an active context; see `entry_history`."""
+    call = active_call()
+    assert call is not None
+    return entry_history(call, k, v, None)

@@ -1,0 +1,136 @@
+"""Division of the tokens of sequences into spans, one or two per rank, and into runs of documents.
+
+The sequences have `tokens` tokens. They are cut into spans of equal length, one or two per rank. A document is one
+sequence of the batch: a batch row or, in packed batches, one of its segments. A run is the part of a document in a span
+of this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+from kalmix.segments import Segments, segments_without_checks
+
+LAYOUTS = ("contiguous", "head-tail")
+
+
+class Placement(NamedTuple):
+    """Position of a rank among `world` ranks, and the layout of the spans: one of `LAYOUTS`."""
+
+    rank: int
+    world: int
+    layout: str
+
+    @property
+    def spans(self) -> int:
+        """Number of spans on a rank."""
+        return 1 if self.layout == "contiguous" else 2
+
+    def holder(self, span: int) -> tuple[int, int]:
+        """Return the rank that holds a span, and the index of the span on that rank."""
+        return (span, 0) if span < self.world else (2 * self.world - 1 - span, 1)
+
+    @property
+    def held(self) -> list[int]:
+        """Spans of this rank, in order of time."""
+        return [span for span in range(self.spans * self.world) if self.holder(span)[0] == self.rank]
+
+    def span_length(self, length: int) -> int:
+        """Return the length of a span for `length` tokens per rank."""
+        if length % self.spans:
+            problem = f"has {length} tokens on this rank"
+            raise ArgumentError("x", problem=problem, expected="an even number in the layout 'head-tail'")
+        return length // self.spans
+
+
+class Run(NamedTuple):
+    """Part of a document in a span of this rank.
+
+    Attributes:
+        span: index of the span on this rank.
+        row: batch row.
+        start, stop: its tokens, counted on this rank.
+        past: number of tokens of the document before it.
+        document: first token of the document, counted in the whole sequence.
+    """
+
+    span: int
+    row: int
+    start: int
+    stop: int
+    past: int
+    document: int
+
+
+class Runs(NamedTuple):
+    """Runs of a rank, in order of spans, rows and time.
+
+    Attributes:
+        every: all runs; at least one, which may be empty.
+        tails: for each span and row, the run that ends with the span: it may continue in the next span. Empty, with a
+            past of 1, if no document does.
+    """
+
+    every: list[Run]
+    tails: list[Run]
+
+
+def find_runs(placement: Placement, batch: int, length: int, documents: Sequence[Sequence[int]] | None) -> Runs:
+    """Return the runs of a rank that holds `length` tokens of each of `batch` rows.
+
+    Args:
+        placement: the rank and the layout.
+        batch: B.
+        length: tokens per rank.
+        documents: (batch row, start, stop) in the whole sequence; by default each batch row is one document.
+    """
+    size = placement.span_length(length)
+    if documents is None:
+        documents = [(row, 0, length * placement.world) for row in range(batch)]
+    every, tails = [], []
+    for index, span in enumerate(placement.held):
+        begin, end, local = span * size, (span + 1) * size, index * size
+        for row in range(batch):
+            own = sorted((start, stop) for at, start, stop in documents if at == row and start < end and stop > begin)
+            runs = [
+                Run(
+                    index,
+                    row,
+                    max(start - begin, 0) + local,
+                    min(stop, end) - begin + local,
+                    max(begin - start, 0),
+                    start,
+                )
+                for start, stop in own
+                if start < stop
+            ]
+            every += runs
+            nothing = Run(index, row, local + size, local + size, 1, 0)
+            tails.append(runs[-1] if runs and runs[-1].stop == local + size else nothing)
+    return Runs(every or [Run(0, 0, 0, 0, 0, 0)], tails)
+
+
+def segments_of(runs: list[Run], device: torch.device) -> Segments:
+    """Return the runs as segments of the tokens of this rank."""
+    rows = torch.tensor([(run.row, run.start, run.stop) for run in runs], dtype=torch.int32)
+    return segments_without_checks(rows.to(device))
+
+
+def shard_tokens(x: Tensor, placement: Placement, dim: int) -> Tensor:
+    """Return the tokens of this rank from those of whole sequences."""
+    count = placement.spans * placement.world
+    if x.shape[dim] % count:
+        problem = f"has {x.shape[dim]} tokens"
+        raise ArgumentError("x", problem=problem, expected=f"a multiple of {count}", hint="Pad the sequences")
+    spans = x.chunk(count, dim)
+    return torch.cat([spans[span] for span in placement.held], dim)
+
+
+def order_spans(x: Tensor, placement: Placement) -> list[Tensor]:
+    """Return what ranks have gathered, `[world, spans per rank, ...]`, as a list of all spans in order of time."""
+    return [x[rank, index] for rank, index in map(placement.holder, range(placement.spans * placement.world))]

@@ -1,0 +1,162 @@
+"""Functions that run on several ranks of one machine, with gloo on CPUs; each rank is a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from layers.conftest import LAYERS, shake
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from kalmix import ArgumentError, Segments
+from kalmix.distributed import ContextParallel
+from kalmix.distributed.layout import LAYOUTS
+from kalmix.layers import KLA, RecurrentFilterAttention
+
+WIDTH = {"attention-grouped": 16}
+# Documents of two rows of 24 tokens: they begin and end inside of ranks and between them, and padding lies between.
+PACKED = [(0, 0, 5), (0, 5, 18), (0, 18, 24), (1, 1, 12), (1, 12, 23)]
+
+
+def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
+    """Run all quick checks in one group of processes, since starting them takes longest."""
+    start(rank, world, folder)
+    compare_layers(world, names, torch.float64, 1e-9, (("contiguous", None), ("head-tail", PACKED)))
+    refuse(world)
+    distributed.destroy_process_group()
+
+
+def check_model(rank: int, world: int, folder: str) -> None:
+    """Compare a model on all ranks with one process."""
+    start(rank, world, folder)
+    compare_model(world)
+    distributed.destroy_process_group()
+
+
+def check_layers(rank: int, world: int, folder: str, names: list[str], dtype: torch.dtype, tolerance: float) -> None:
+    """Compare layers on all ranks with one process."""
+    start(rank, world, folder)
+    compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)])
+    distributed.destroy_process_group()
+
+
+def start(rank: int, world: int, folder: str) -> None:
+    """Join the process group of a test."""
+    torch.set_num_threads(1)
+    distributed.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=world)
+
+
+def compare_layers(world, names, dtype, tolerance, arrangements):
+    """Compare outputs and gradients of layers on all ranks with those of one process."""
+    mesh = init_device_mesh("cpu", (world,))
+    for name in names:
+        for layout, rows in arrangements:
+            what = f"{name}, {layout}, {'packed' if rows else 'whole'}, rank {distributed.get_rank()}"
+            compare_layer(mesh, name, layout, rows, dtype, tolerance, what)
+
+
+def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    shake(layer)
+    layer = layer.to(dtype)
+    x, target = (torch.randn(2, 24, WIDTH.get(name, 12), dtype=dtype) for _ in range(2))
+    segments = None if rows is None else Segments.of(torch.tensor(rows, dtype=torch.int32))
+
+    whole = x.clone().requires_grad_()
+    expected, _ = layer(whole, None, segments)
+    loss = (expected - target).square().sum()
+    loss.backward()
+    gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+
+    layer.zero_grad(set_to_none=True)
+    with ContextParallel(mesh, layout, segments) as cp:
+        own = cp.shard(x).requires_grad_()
+        y, _ = layer(own)
+        own_loss = (y - cp.shard(target)).square().sum()
+        own_loss.backward()
+        cp.sum_gradients(layer.parameters())
+    distributed.all_reduce(own_loss.detach())
+
+    def check(quantity, got, reference):
+        error = float((got - reference).norm() / reference.norm().clamp(min=1e-3))
+        assert error <= tolerance, f"{what}: {quantity} is off by {error:.1e}"
+
+    check("loss", own_loss.detach(), loss.detach())
+    check("y", y.detach(), cp.shard(expected.detach()))
+    check("y", cp.unshard(y), expected.detach())
+    check("gradient of x", own.grad, cp.shard(whole.grad))
+    for parameter, gradient in gradients.items():
+        check(f"gradient of {parameter}", layer.get_parameter(parameter).grad, gradient)
+    assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
+
+
+def refuse(world: int) -> None:
+    """Check what raises an error in a context, on every rank and before anyone waits."""
+    mesh = init_device_mesh("cpu", (world,))
+    layer, x = KLA(12, slots=4), torch.randn(1, 8, 12)
+    _, state = layer(x)
+    whole = Segments.whole(1, 8)
+    with ContextParallel(mesh) as cp:
+        with pytest.raises(RuntimeError, match="`RecurrentFilterAttention` cannot take part"):
+            RecurrentFilterAttention(12)(x)
+        with pytest.raises(ArgumentError, match="state"):
+            layer(x, state)
+        with pytest.raises(ArgumentError, match="Pass the segments of the whole sequences"):
+            layer(x, None, whole)
+        with pytest.raises(RuntimeError, match="call a layer"):
+            layer.attention_map(x)
+        with pytest.raises(RuntimeError, match="inside another"), cp:
+            pass
+    with pytest.raises(ArgumentError, match="an even number"), ContextParallel(mesh, "head-tail"):
+        layer(x[:, :7])
+    with pytest.raises(ArgumentError, match="at least 3"), ContextParallel(mesh, "head-tail"):
+        layer(x[:, :4])
+    with pytest.raises(ArgumentError, match="a multiple of 4"):
+        ContextParallel(mesh, "head-tail").shard(x[:, :6])
+    with pytest.raises(ArgumentError, match="layout"):
+        ContextParallel(mesh, "striped")
+    with pytest.raises(ArgumentError, match="mesh"):
+        ContextParallel(world)
+    with pytest.raises(ArgumentError, match="one dimension"):
+        ContextParallel(init_device_mesh("cpu", (1, world)))
+    with pytest.raises(ArgumentError, match="segments"):
+        ContextParallel(mesh, segments=[(0, 0, 8)])
+    assert torch.equal(layer(x)[0], layer(x, None)[0])  # contexts have been left
+
+
+def compare_model(world: int) -> None:
+    """Compare loss and gradients of a hybrid language model, also with gradient checkpointing and with DDP."""
+    from kalmix.models import KalmixConfig, KalmixForCausalLM
+
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    layers = ["kla", {"mixer": "bayesian", "heads": 2}, {"mixer": "attention", "heads": 2}]
+    model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=layers)).double().train()
+    ids = torch.randint(17, (2, 16))
+    labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
+    count = int((labels >= 0).sum())
+    expected = model(input_ids=ids, shift_labels=labels, labels=ids, num_items_in_batch=count).loss
+    expected.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel"):
+        model.zero_grad(set_to_none=True)
+        if variant == "checkpointing":
+            model.gradient_checkpointing_enable()
+        averages = variant == "DistributedDataParallel"
+        wrapped = DistributedDataParallel(model) if averages else model
+        with ContextParallel(mesh, "head-tail") as cp:
+            own = cp.shard(ids)
+            given = {"shift_labels": cp.shard(labels), "labels": own, "num_items_in_batch": count}
+            loss = wrapped(input_ids=own, **given).loss
+            (world * loss if averages else loss).backward()
+            if not averages:
+                cp.sum_gradients(model.parameters())
+        total = loss.detach().clone()
+        distributed.all_reduce(total)
+        torch.testing.assert_close(total, expected.detach())
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, gradients[name], msg=f"{variant}: {name}")

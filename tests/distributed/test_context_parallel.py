@@ -1,0 +1,71 @@
+"""Context parallelism: every layer gives the outputs and gradients of one process, or refuses."""
+
+import pytest
+import torch
+from layers.conftest import LAYERS
+from torch import multiprocessing
+
+from distributed import ranks
+from kalmix import Segments
+from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
+
+REFUSING = "recurrent-afa"
+FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", "attention"]
+
+
+def run(world, function, *arguments, folder):
+    multiprocessing.spawn(function, (world, str(folder), *arguments), world)
+
+
+def test_two_ranks_equal_one_process_or_refuse(tmp_path):
+    """Run one layer of each op, and wrong calls; other layers and 3 ranks are slow."""
+    run(2, ranks.check_fast, FAST, folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "dtype", "tolerance"), [(2, torch.float32, 1e-5), (3, torch.float64, 1e-9)])
+def test_every_layer_equals_one_process(world, dtype, tolerance, tmp_path):
+    names = [name for name in LAYERS if name != REFUSING]
+    run(world, ranks.check_layers, names, dtype, tolerance, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_a_model_with_gradient_checkpointing_equals_one_process(tmp_path):
+    run(2, ranks.check_model, folder=tmp_path)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_runs_of_all_ranks_are_the_documents(world, layout):
+    documents, tokens = [*ranks.PACKED, (1, 12, 12)], 24
+    covered = torch.full((2, tokens), -1)
+    expected = Segments.of(torch.tensor(documents, dtype=torch.int32)).segment_ids(2, tokens)
+    token = torch.arange(tokens)
+    for rank in range(world):
+        placement = Placement(rank, world, layout)
+        own = shard_tokens(token, placement, 0)
+        runs = find_runs(placement, 2, len(own), documents)
+        assert len(runs.tails) == 2 * placement.spans
+        for x in runs.every:
+            at = own[x.start : x.stop]
+            number = documents.index(next(d for d in documents if (d[0], d[1]) == (x.row, x.document)))
+            assert (covered[x.row, at] == -1).all()
+            covered[x.row, at] = number
+            assert x.past == int(at[0]) - documents[number][1]
+        for x in runs.tails:
+            assert x in runs.every or (x.start == x.stop and x.past > 0)
+    assert torch.equal(covered, expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_spans_of_all_ranks_are_ordered_by_time(layout):
+    x = torch.arange(24).view(1, 24, 1)
+    placements = [Placement(rank, 3, layout) for rank in range(3)]
+    held = torch.stack([torch.stack(shard_tokens(x, p, 1).chunk(p.spans, 1)) for p in placements])
+    assert torch.equal(torch.cat(order_spans(held, placements[0]), 1), x)
+
+
+def test_padding_alone_is_one_empty_run():
+    runs = find_runs(Placement(1, 2, "contiguous"), 1, 8, [(0, 0, 5)])
+    assert [(x.start, x.stop, x.past) for x in runs.every] == [(0, 0, 0)]
+    assert [(x.start, x.stop) for x in runs.tails] == [(8, 8)]
