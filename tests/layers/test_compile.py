@@ -8,9 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.export import Dim, export
+from torch.utils._pytree import tree_leaves
 
 from kalmix.layers import MIXERS, Mixer
+from kalmix.layers.fused import dispatch
+from kalmix.ops import OPS
 
 WIDTH = 16
 LENGTHS = (7, 16, 33, 64, 65, 100, 128, 200, 257, 300)
@@ -22,9 +26,13 @@ def each_layer(fast: tuple[str, ...]) -> Any:
     return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in MIXERS])
 
 
-def make_layer(name: str) -> Mixer:
+def make_layer(name: str, **options: Any) -> Mixer:
     torch.manual_seed(0)
-    return MIXERS[name](WIDTH, **({"design": "kla"} if name == "design" else {}))
+    return MIXERS[name](WIDTH, **({"design": "kla"} if name == "design" else {}), **options)
+
+
+def has_triton_kernel(layer: type[Mixer]) -> bool:
+    return layer.design is not None and any(kernel.triton for kernel in OPS[layer.design.op].kernels)
 
 
 class Counting:
@@ -77,9 +85,23 @@ def test_two_graphs_serve_training_at_all_lengths(name):
     assert counting.graphs <= 2
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name, layer in MIXERS.items() if has_triton_kernel(layer)])
+def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch):
+    """Tensors are fake: they have shapes but no data, so that nothing is computed."""
+    monkeypatch.setattr(dispatch, "DEVICES", ("cuda", "cpu"))
+    with FakeTensorMode():
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
+            layer = make_layer(name, kernel="triton")
+        run, counting = compiled(layer, "aot_eager")
+        for batch, length in zip((2, 3, 4, 5, 6) * 2, (*LENGTHS[:-2], 1000, 4096), strict=True):
+            run(torch.randn(batch, length, WIDTH, device=device))[0].sum().backward()
+    assert counting.graphs <= 2
+
+
 def _gradients(function: Callable[..., Any], layer: Mixer, x: Tensor) -> list[Tensor]:
     y, state = function(x)
-    final = [z for z in torch.utils._pytree.tree_leaves(state) if z.requires_grad]
+    final = [z for z in tree_leaves(state) if z.requires_grad]
     loss = y.square().sum() + torch.stack([z.float().mean() for z in final]).sum()
     found = torch.autograd.grad(loss, list(layer.parameters()), allow_unused=True)
     return [torch.zeros(()) if z is None else z for z in found]
@@ -111,5 +133,5 @@ def test_export_serves_all_batch_sizes_and_lengths(name, strict):
             x = inputs(batch, length)
             (y, state), (expected, final) = exported(x), layer(x)
             agree(y, expected)
-            for ours, theirs in zip(*map(torch.utils._pytree.tree_leaves, (state, final)), strict=True):
+            for ours, theirs in zip(*map(tree_leaves, (state, final)), strict=True):
                 agree(ours, theirs)

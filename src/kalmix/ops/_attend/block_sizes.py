@@ -2,12 +2,14 @@
 
 import torch
 
+from kalmix.ops._shared.token_blocks import tokens_per_block
+
 MAX_SLICE_WIDTH = {torch.bfloat16: 256, torch.float32: 128}
 
 
 def block_size(slots: int) -> int:
     """Return the number of tokens of a block, a multiple of every tile size."""
-    return 16 if slots <= 64 else 128
+    return tokens_per_block(slots, 128)
 
 
 def split_value_width(width: int, dtype: torch.dtype) -> tuple[int, int]:

@@ -121,7 +121,7 @@ def _forward_fake(q, k, v, _, __, times, rank, ___, shared_dynamics, *options):
     for length in (tokens, slots):
         blocks = (length + block - 1) // block
         features = torch.empty(count, heads, num_token_features(shared_dynamics), blocks * block, **float32)
-        block_tensors += [features, times.new_empty(count, blocks), rank.new_empty(count, blocks, 2)]
+        block_tensors += [features, times.new_empty(count * blocks + 1), rank.new_empty(count * blocks * 2)]
     log_precision = torch.empty((count, tokens, heads) if variance else (0,), **float32)
     num_slices, slice_width = split_value_width(value_width, dtype)
     rotated = [

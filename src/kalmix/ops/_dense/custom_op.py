@@ -45,7 +45,7 @@ def dense(
 
 
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, save: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the saved tensors.
+    """Return the shapes of the saved tensors; those of chunks and tiles are flattened: see `tokens_per_block`.
 
     They are gains, gains in the dtype of k (empty if that is float32), innovation variances and covariances; and of
     `delta`, memories at the entry of tiles, errors and inverses.
@@ -61,7 +61,7 @@ def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, save: bool) -> tupl
         gains,
         rounded_gain,
         gains[:3],
-        (total_chunks, heads, padded_width(width), padded_width(width)),
+        (total_chunks * heads * padded_width(width) ** 2,),
         *stored_shapes(k, v, rows, True, True),
     )
 

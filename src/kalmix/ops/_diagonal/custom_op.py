@@ -27,7 +27,7 @@ def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tup
     batch, length, heads, channels = v.shape
     whole = batch * ((length + CHUNK - 1) // CHUNK)
     count = whole if rows is None else batch * length // CHUNK + rows.shape[0]
-    return (count, 2, heads, channels, padded_slots(q.shape[-1])) if store else (0,)
+    return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 
 
 def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store):

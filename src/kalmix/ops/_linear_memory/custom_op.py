@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
+from kalmix.ops._shared.token_blocks import tokens_per_block
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 from kalmix.validation import FLOAT32_STATE_DTYPES
@@ -42,19 +43,20 @@ def filter_memory(
 
 def tile_size(length: int, dtype: torch.dtype) -> int:
     """Return the tokens per tile: 16 for up to 64 tokens, else 32 in float32 and 64 in half precision."""
-    if length <= 64:
-        return 16
-    return 32 if dtype == torch.float32 else 64
+    return tokens_per_block(length, 32 if dtype == torch.float32 else 64)
 
 
 def stored_shapes(
     k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of stored memories, errors and inverses; `(0,)` for those that are not stored."""
+    """Return the shapes of stored memories, errors and inverses; `(0,)` for those that are not stored.
+
+    Memories are flattened: see `tokens_per_block`.
+    """
     batch, length, heads, width = v.shape
     size = tile_size(length, v.dtype)
     count = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
-    states = (count, heads, k.shape[3], width) if store else (0,)
+    states = (count * heads * k.shape[3] * width,) if store else (0,)
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
 
 

@@ -40,12 +40,12 @@ def ridge(
 
 
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of solutions, norms, and H and U at the entry of every tile."""
+    """Return the shapes of solutions, norms, and H and U at the entry of every tile; the last three are flattened."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(length, width, k.dtype)
     tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
-    tokens, states = (batch, length, heads), (tiles, heads, width)
-    return (*tokens, width), (tiles, heads, size), (*states, width), (*states, values)
+    states = tiles * heads
+    return (batch, length, heads, width), (states * size,), (states * width * width,), (states * width * values,)
 
 
 def _forward(

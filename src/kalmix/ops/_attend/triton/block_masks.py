@@ -42,18 +42,13 @@ class TokenBlocks(NamedTuple):
             squared norm; its lag to the time of its block; decay, kappa and derivative of kappa over that lag; and a
             variance: of a key after the lag, of a query before it. The last four are there again for values with their
             own dynamics.
-        block_times: float64 `[R, blocks]`, time of a block.
-        ranks: int64 `[R, blocks, 2]`, minimum and maximum rank of a block.
+        block_times: float64 `[R * blocks + 1]`, time of each block of each row, then 0: see `tokens_per_block`.
+        ranks: int64 `[R * blocks * 2]`, minimum and maximum rank of each block of each row.
     """
 
     features: Tensor
     block_times: Tensor
     ranks: Tensor
-
-    @property
-    def blocks(self) -> int:
-        """Number of blocks."""
-        return self.block_times.shape[1]
 
     @property
     def norms(self) -> Tensor:
@@ -112,6 +107,7 @@ def token_blocks_kernel(
         store_lag_features(features + 6 * padded_tokens, padded_tokens, lag, params[1], is_key, PTX)
     if head == 0:
         tl.store(block_times + row * blocks + block, block_time)
+        tl.store(block_times + tl.num_programs(2) * blocks, 0.0, mask=row + block == 0)
         ranks += (row * blocks + block) * 2
         # Padding lowers the minimum rank of a block of keys, so that its mask is applied; in queries it has no effect.
         tl.store(ranks, tl.min(tl.where((t < count) | is_key, token_ranks, -OUTSIDE_RANK), 0))
@@ -129,8 +125,8 @@ def prepare_token_blocks(
     blocks, slots, rows = -(-tokens // block), times.shape[1], num_token_features(shared)
     blocks_of_tokens = TokenBlocks(
         torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
-        torch.empty(count, blocks, dtype=torch.float64, device=x.device),
-        torch.empty(count, blocks, 2, dtype=torch.int64, device=x.device),
+        torch.empty(count * blocks + 1, dtype=torch.float64, device=x.device),
+        torch.empty(count * blocks * 2, dtype=torch.int64, device=x.device),
     )
     args = (times, rank, head_params, *blocks_of_tokens, tokens, slots, slots - tokens, blocks, heads, int(for_keys))
     compiled = {"BLOCK": block, "SHARED": shared, "PTX": supports_ptx(), "num_warps": 4}

@@ -227,9 +227,10 @@ def forward(
     value = rotate(v, times, value_frequency, False, dtype, keys.norms, copies[1], nonfinite_mode=2)
     padding = slices * width - v.shape[3]
     value = (pad(value, (0, padding)) if padding else value).unflatten(3, (slices, width)).flatten(2, 3)
-    launch, tokens = launch_shape(q, k, value, config, masked, variance), q.shape[1]
+    launch = launch_shape(q, k, value, config, masked, variance)
+    tokens, padded_tokens = q.shape[1], queries.features.shape[3]
     output = torch.empty(*q.shape[:2], *value.shape[2:], **float32)
-    max_scores, weight_sums = (torch.empty(*launch.grid[::-1], queries.blocks * block, **float32) for _ in range(2))
+    max_scores, weight_sums = (torch.empty(*launch.grid[::-1], padded_tokens, **float32) for _ in range(2))
     log_precision = torch.empty(q.shape[:3] if variance else (0,), **float32)
     tile = forward_tiles(launch.compiled, dtype, shared_memory(k.device))
     args = (

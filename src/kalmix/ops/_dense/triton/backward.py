@@ -48,6 +48,7 @@ from kalmix.ops._dense.triton.primitives import (
     product_across_warps,
     scan_options,
     split_matmul,
+    split_tiles,
     time_splits,
 )
 from kalmix.ops._dense.triton.wide_backward import backward_wide
@@ -146,7 +147,7 @@ def backward(
     )
     splits, mean_inputs = time_splits(k, heads, size, decay_axes, segments), (q, k, v, rounded_gain, log_decay)
     grads = allocate_gradients(q, v, rounded_gain, log_decay, segments is not None)
-    states = results.states.split([tiles.num_tiles for _, tiles in splits])
+    states = split_tiles(results.states, [tiles for _, tiles in splits])
     if width > MAX_PROGRAM_WIDTH:
         mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads)
         grad_prior_mean, signals = (
@@ -192,7 +193,7 @@ def backward(
         dq, dk = grads.q, grads.k  # gradients are added to those of the mean
     scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
     pending, scan_kernel = [], cuda_kernel("backward") if cuda else _backward_scan
-    saved_by_split = saved_cov.split([chunks.num_tiles for chunks, _ in splits])
+    saved_by_split = split_tiles(saved_cov, [chunks for chunks, _ in splits])
     for (cut, tiles), tile_states, saved_split in reversed(list(zip(splits, states, saved_by_split, strict=True))):
         mean_grads_inputs = (results._replace(states=tile_states), tiles, grad_mean, grad_final_mean, True, grads)
         grad_final_mean = mean_backward(*mean_inputs, *mean_grads_inputs)

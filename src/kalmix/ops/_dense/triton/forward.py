@@ -45,6 +45,7 @@ from kalmix.ops._dense.triton.primitives import (
     product_across_warps,
     scan_options,
     split_matmul,
+    split_tiles,
     time_splits,
 )
 from kalmix.ops._dense.triton.wide import forward_wide
@@ -118,7 +119,7 @@ class SavedGains(NamedTuple):
         gain: `[B, T, G, K]`, float32.
         rounded_gain: gains in the dtype of k.
         innovation_var: `[B, T, G]`, variance of the innovation of each token.
-        covariances: `[chunks, G, P, P]`, covariance at the entry of every chunk, or empty.
+        covariances: `[chunks * G * P * P]`, covariance at the entry of every chunk, or empty.
     """
 
     gain: Tensor
@@ -167,7 +168,7 @@ def forward(
         saved, read_var, final_cov, pending = _gains(
             *signals, covariance, [chunks for chunks, _ in splits], variance, saved_cov, cuda
         )
-    states = results.states.split([tiles.num_tiles for _, tiles in splits])
+    states = split_tiles(results.states, [tiles for _, tiles in splits])
     for (_, tiles), tile_states, finish in zip(splits, states, pending, strict=True):
         finish()
         mean = filter_means(
@@ -218,7 +219,7 @@ def _gains(
     )
     scan_constants = {"DECAY": decay_axes, "SAVE": saved_cov.numel() > 0, **scan_options(padded, bf16_terms()), **shape}
     pending, scan_kernel = [], cuda_kernel("forward") if cuda else _forward_scan
-    saved_by_split = saved_cov.split([cut.num_tiles for cut in cuts]) if saved_cov.numel() else [saved_cov] * len(cuts)
+    saved_by_split = split_tiles(saved_cov, cuts) if saved_cov.numel() else [saved_cov] * len(cuts)
     for cut, saved_split in zip(cuts, saved_by_split, strict=True):
         num_tiles, sizes = cut.num_tiles * (CHUNK // TILE), (cut.tile_table, length, cut.tiles, *layout)
         keys, noise_keys, cov_keys = (torch.empty(num_tiles, heads, TILE, padded, **factory_kwargs) for _ in range(3))

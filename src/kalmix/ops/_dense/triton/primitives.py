@@ -88,6 +88,12 @@ def time_splits(
     ]
 
 
+def split_tiles(x: Tensor, intervals: list[Tiling]) -> tuple[Tensor, ...]:
+    """Split a flat tensor that has equally many elements for each tile into the tiles of each interval."""
+    counts = [tiling.num_tiles for tiling in intervals]
+    return x.view(sum(counts), -1).split(counts)
+
+
 def reduce_to_inputs(
     grads: tuple[Tensor | None, Tensor, Tensor, Tensor, Tensor], dtypes: list[torch.dtype], key_heads: int
 ) -> list[Tensor]:

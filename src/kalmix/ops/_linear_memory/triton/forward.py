@@ -156,7 +156,7 @@ class ForwardResults(NamedTuple):
 
     Attributes:
         mean: `[B, T, G, V]`.
-        states: memories at the start of each tile, `[num_tiles, G, K, V]`.
+        states: memories at the start of each tile, `[num_tiles, G, K, V]` in one axis.
         errors: prediction errors, `[B, T, G, V]`; empty without corrections.
         inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
     """
@@ -171,7 +171,7 @@ def allocate_results(k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool
     """Allocate results; means are zero where tokens may lie outside every sequence."""
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
-    states = torch.empty(tiles, v.shape[2], k.shape[3], v.shape[3], **like)
+    states = torch.empty(tiles * v.shape[2] * k.shape[3] * v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
     return ForwardResults(mean, states, errors, torch.empty((*shape, size) if corrects else (0,), **like))
 

@@ -211,7 +211,8 @@ def forward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
-    grams, crosses = (torch.empty(plan.cut.num_tiles, heads, width, x, **input_kwargs) for x in (width, values))
+    states = plan.cut.num_tiles * heads * width  # stored tensors have one axis: see `tokens_per_block`
+    grams, crosses = (torch.empty(states * x, **input_kwargs) for x in (width, values))
     final_gram, final_cross = (torch.empty(x.shape, **float32_kwargs) for x in (gram, cross))
     squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **float32_kwargs)
     arguments = (
@@ -224,7 +225,7 @@ def forward(
     Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
     solution, norms = (
         tokens(batch, length, heads, width, **input_kwargs),
-        torch.empty(plan.cut.num_tiles, heads, size, **float32_kwargs),
+        torch.empty(plan.cut.num_tiles * heads * size, **float32_kwargs),
     )
     mean, read_variance = tokens(v.shape, **input_kwargs), tokens(batch, length, heads, 1, **float32_kwargs)
     arguments = (
