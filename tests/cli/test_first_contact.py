@@ -185,10 +185,12 @@ MISSING = [
     ((), "import kalmix.models.convert", "pip install 'kalmix[hf]'"),
     ((), "import kalmix.training.run", "pip install 'kalmix[hf]'"),
     ((), "import kalmix.training.data", "pip install 'kalmix[hf]'"),
+    ((), "import kalmix.training.shards.trainer_position", "pip install 'kalmix["),
     ((), "import kalmix.analysis.plots", "pip install 'kalmix["),
     ((), "import kalmix.analysis.text_diagnostics", "pip install 'kalmix[hf]'"),
     ((), "import kalmix.models.vision.timm", "pip install 'kalmix[vision]'"),
     (("cli",), CLI.format("train"), "pip install 'kalmix[train]'"),
+    (("cli",), "from kalmix.training.shards import Order, Shards, TokenLoader", ""),  # reading needs NumPy alone
     (("cli",), CLI.format("data prepare . --output s"), "pip install 'kalmix[hf]'"),
     (("cli", "hf"), CLI.format("data prepare hf:a --output s"), "pip install 'kalmix[data]'"),
     (("cli",), CLI.format("generate run"), "pip install 'kalmix[hf]'"),

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from kalmix.errors import ArgumentError
-from kalmix.training.shards import DatasetOptions, Manifest, Preparation
+from kalmix.training.shards import DatasetOptions, Manifest, Preparation, Shards
 
 app: typer.Typer = typer.Typer(name="data", help="Prepare token shards to pretrain on.", no_args_is_help=True)
 
@@ -92,6 +92,18 @@ def prepare(
 
         manifest = prepare_shards(preparation, output, workers=workers or os.cpu_count() or 1, progress=show)
     _describe(manifest, Path(output), console)
+
+
+@app.command(name="check")
+def check(shards: Annotated[str, typer.Argument(help="Folder of shards.")]) -> None:
+    """Compare all files of a folder of shards with their hashes, and print its counts."""
+    from kalmix.cli.progress import stages
+
+    console = Console(highlight=False)
+    opened = Shards(shards)
+    with stages(console) as update:
+        opened.verify(lambda done: update("reading", done))
+    _describe(opened.manifest, opened.folder, console)
 
 
 def _describe(manifest: Manifest, folder: Path, console: Console) -> None:

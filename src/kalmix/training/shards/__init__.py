@@ -1,7 +1,12 @@
 """Token shards: tokenise a corpus once, then read it packed, shuffled and from any position."""
 
-from kalmix.training.shards.manifest import Manifest
-from kalmix.training.shards.preparation import Preparation, prepare
-from kalmix.training.shards.sources import DatasetOptions
+from kalmix._extras import optional_imports
 
-__all__ = ["DatasetOptions", "Manifest", "Preparation", "prepare"]
+with optional_imports():  # NumPy
+    from kalmix.training.shards.loader import Order, TokenLoader
+    from kalmix.training.shards.manifest import Manifest
+    from kalmix.training.shards.preparation import Preparation, prepare
+    from kalmix.training.shards.reader import Shards
+    from kalmix.training.shards.sources import DatasetOptions
+
+__all__ = ["DatasetOptions", "Manifest", "Order", "Preparation", "Shards", "TokenLoader", "prepare"]

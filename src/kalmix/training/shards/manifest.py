@@ -157,3 +157,19 @@ def parse_shard(written: dict[str, Any]) -> ShardRecord:
     if min(given["documents"], given["tokens"], given["bytes"]) < 0:
         raise ValueError(f"{given['file']} has negative counts")
     return ShardRecord(**given)
+
+
+def has_size(folder: Path, shard: ShardRecord, dtype: str) -> bool:
+    """Return whether both files of a shard have the sizes that follow from its record.
+
+    Args:
+        folder: folder of the shards.
+        shard: its record.
+        dtype: "uint16" or "uint32".
+    """
+    try:
+        tokens = (folder / shard.file).stat().st_size
+        index = (folder / (shard.file + INDEX_SUFFIX)).stat().st_size
+    except OSError:
+        return False
+    return tokens == shard.tokens * TOKEN_DTYPES[dtype].itemsize and index == shard.documents * INDEX_DTYPE.itemsize

@@ -14,7 +14,7 @@ import numpy as np
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json, sync, write_text
 from kalmix.training.shards.documents import Document
-from kalmix.training.shards.manifest import INDEX_DTYPE, INDEX_SUFFIX, TOKEN_DTYPES, TOKENIZER, ShardRecord, parse_shard
+from kalmix.training.shards.manifest import TOKENIZER, ShardRecord, has_size, parse_shard
 from kalmix.training.shards.sources import EXPECTED, Part, Source
 from kalmix.training.shards.tokenizer import make_encoder
 from kalmix.training.shards.writer import ShardWriter
@@ -83,22 +83,6 @@ def finished(job: Job, part: int) -> list[Finished]:
             break
         found.append(record)
     return found
-
-
-def has_size(folder: Path, shard: ShardRecord, dtype: str) -> bool:
-    """Return whether both files of a shard have the sizes that follow from its record.
-
-    Args:
-        folder: folder of the shards.
-        shard: its record.
-        dtype: "uint16" or "uint32".
-    """
-    try:
-        tokens = (folder / shard.file).stat().st_size
-        index = (folder / (shard.file + INDEX_SUFFIX)).stat().st_size
-    except OSError:
-        return False
-    return tokens == shard.tokens * TOKEN_DTYPES[dtype].itemsize and index == shard.documents * INDEX_DTYPE.itemsize
 
 
 def _record_path(output: Path, part: int, number: int) -> Path:

@@ -1,0 +1,48 @@
+"""Callback that stores the position of a loader in the checkpoints of the Hugging Face Trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+    from transformers.trainer_callback import ExportableState
+
+from kalmix.errors import ArgumentError
+from kalmix.training.shards.loader import TokenLoader
+
+
+class DataPosition(TrainerCallback, ExportableState):
+    """Callback that stores the position of a `TokenLoader` in each checkpoint, and restores it when training resumes.
+
+    `Trainer.get_train_dataloader` must return the loader. The arguments of training need `ignore_data_skip=True`: the
+    loader goes to its position at once, without reading what is before it.
+
+    Args:
+        loader: loader of the training batches.
+
+    Raises:
+        ArgumentError: on resuming, without `ignore_data_skip`, or if the position belongs to other data.
+    """
+
+    def __init__(self, loader: TokenLoader) -> None:
+        self.loader: TokenLoader = loader
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as the Trainer stores it in trainer_state.json."""
+        return {"args": {}, "attributes": {"position": self.loader.state_dict()}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Restore the position of the checkpoint from which training resumes, if there is one."""
+        callbacks: Any = state.stateful_callbacks
+        stored = callbacks.get(type(self).__name__) if state.global_step and isinstance(callbacks, dict) else None
+        if stored is None:
+            return
+        if not args.ignore_data_skip:
+            raise ArgumentError("ignore_data_skip", got=False, expected="True, since the loader restores its position")
+        stored = stored[-1] if isinstance(stored, list) else stored
+        self.loader.load_state_dict(stored["attributes"]["position"])
