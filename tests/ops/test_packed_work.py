@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from kalmix import ops
+from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend import chunked
-from kalmix.ops._attend.kv_layout import RANK_STRIDE
+from kalmix.ops._attend.kv_layout import RANK_STRIDE, make_layout
 from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._dense.sequence_batching import SequenceBatch
 from kalmix.ops._shared import batching
@@ -110,3 +111,16 @@ def test_dense_tiles_follow_lengths(reads_lengths, monkeypatch):
     batches = SequenceBatch.create(v, belief.mean, segments.rows)
     padded = sum(sum(batch.active_counts) * batch.tile_size for batch in batches)
     assert (padded <= 2 * tokens + 16 * 5) == reads_lengths
+
+
+def test_attend_copies_own_tokens_of_sequences_with_a_history():
+    """A row has the tokens of one sequence, not of its batch row, and the belief has room for the longest one."""
+    lengths, slots = torch.tensor([1, 3, 0, 2]), 5
+    q = torch.randn(1, 8, 1, 2)
+    belief = HistoryBelief(torch.zeros(4, slots, 1, 2), torch.zeros(4, slots, 1, 2), *torch.zeros(2, 4, slots).double())
+    belief = HistoryBelief(*belief[:3], torch.arange(slots).expand(4, slots))
+    layout = make_layout(q, q, q, None, belief, Segments(packed_rows(lengths)), None)
+    assert layout.q.shape[:2] == (4, 3) and layout.k.shape[:2] == (4, slots + 3)
+    assert layout.to_batch(layout.q)[:, :6].equal(q[:, :6])
+    occupied = (layout.final_belief.positions[:, slots:] >= 0).sum(1)
+    assert occupied.equal(lengths)

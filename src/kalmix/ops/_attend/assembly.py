@@ -36,7 +36,7 @@ def attend_with(
     )
     times = layout.times
     query_times, heads, value_frequency = (
-        times[:, -q.shape[1] :],
+        times[:, times.shape[1] - layout.q.shape[1] :],
         k.shape[2],
         (key_dynamics if value_dynamics is None else value_dynamics).frequency.detach(),
     )
