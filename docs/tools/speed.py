@@ -20,9 +20,11 @@ LABELS = {
     "fla, no covariance": f"{FLA}, gated delta rule (no covariance)",
     "fla delta": f"{FLA}, gated delta rule (solves nothing)",
     "fla mesa_net": f"{FLA}, MesaNet, 30 iterations",
+    "fla gka": "flash-linear-attention, main branch, 30 iterations",
     "gka (authors)": "authors' kernels, 30 iterations",
     "kla (CUDA)": "authors' CUDA kernels",
     "kla (Triton)": "authors' Triton kernels",
+    "sdpa (cuDNN)": "PyTorch SDPA (cuDNN)",
     "sdpa (flash)": "PyTorch SDPA (flash attention)",
 }
 

@@ -33,7 +33,8 @@ from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, WITH_VARIANCE, 
 
 CONVERGED = {"ridge": {"solver": Chebyshev(100)}}  # options with which an op is exact
 PEER_DTYPE = {"diagonal": torch.float32}  # dtype of other libraries; bfloat16 by default
-PEER_WIDTH = {"gka (authors)": 128, "fla mesa_net": 128}  # largest head dimension of some other libraries
+# Largest head dimension of some other libraries.
+PEER_WIDTH = {"gka (authors)": 128, "fla gka": 128, "fla mesa_net": 128}
 # Largest lengths of kernels that are slow or need much memory.
 LONGEST = {
     "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # stores all pairs at once
@@ -183,6 +184,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
     parser.add_argument("--decay", choices=["head", "key"], default="head", help="decay per head or per key dimension")
+    parser.add_argument("--shape", action="append", metavar="B,T,...", help="sizes as in the first column; repeatable")
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels and libraries whose name matches")
     parser.add_argument("--curves", action="store_true", help="measure time and memory against length")
     parser.add_argument("--compile", action="store_true", help="also time the chunked kernel under torch.compile")
@@ -198,7 +200,8 @@ def main() -> None:
         shapes = [(batch, 2**n, *sizes) for n in range(8, longest.bit_length())]
         dtypes = dtypes[:1]
     else:
-        shapes = SHAPES[arguments.op][device]
+        given = [tuple(map(int, shape.split(","))) for shape in arguments.shape or ()]
+        shapes = given or SHAPES[arguments.op][device]
     file = arguments.output / f"{datetime.date.today()}-{_about(arguments)}.json"
     about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
     rows: list[dict] = []

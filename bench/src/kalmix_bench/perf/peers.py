@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -90,10 +91,11 @@ def dense() -> dict[str, Run]:
 
 
 def ridge() -> dict[str, Run]:
-    """Return the authors' Gated KalmaNet, MesaNet (fixed ridge), and the gated delta rule (no linear system).
+    """Return two versions of Gated KalmaNet, MesaNet (fixed ridge), and the gated delta rule (no linear system).
 
     The authors' code is the folder `gated_kalmanet/ops` of github.com/awslabs/hybrid-model-factory, as package
-    `gka_ops`.
+    `gka_ops`. The other version is `fla.ops.gka` of flash-linear-attention, which release 0.6.0 lacks: put its main
+    branch on PYTHONPATH.
     """
     runs: dict[str, Run] = {}
     if has_fla():
@@ -103,19 +105,44 @@ def ridge() -> dict[str, Run]:
             ridge = x["k"].new_full(x["k"].shape[2:], 0.25, dtype=torch.float32)
             return chunk_mesa_net(*(x[n] for n in ("q", "k", "v", "log_decay", "gain")), ridge, max_CG_iteration=30)[:1]
 
-        runs = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa}
+        runs = {f"{name} delta": run for name, run in delta().items()} | {"fla mesa_net": mesa} | _fla_gka()
     if has_fla() and find_spec("gka_ops") is not None:
         from gka_ops.chebyshev.gka_chebyshev_solve import gka_chebyshev_gla
 
         _convert_decays_to_base_2()
 
-        def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:  # the authors' gate scales keys and values
-            gate, decay = x["gain"].sqrt()[..., None], x["log_decay"]
-            q, k, v = x["q"], (gate * x["k"]).to(x["k"].dtype), (gate * x["v"]).to(x["v"].dtype)
+        def authors(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            q, (k, v), decay = x["q"], _scaled_by_gain(x), x["log_decay"]
             return gka_chebyshev_gla(q, k, v, x["mix"].to(q.dtype), decay, decay, 1.0)[:1]
 
         runs["gka (authors)"] = authors
     return runs
+
+
+def _scaled_by_gain(x: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return keys and values times the square root of the gain, which the kernels of Gated KalmaNet do not take."""
+    gate = x["gain"].sqrt()[..., None]
+    return (gate * x["k"]).to(x["k"].dtype), (gate * x["v"]).to(x["v"].dtype)
+
+
+def _fla_gka() -> dict[str, Run]:
+    """Return flash-linear-attention's Gated KalmaNet, or report that the installed version has none."""
+    if find_spec("fla.ops.gka") is None:
+        _report("fla gka: not timed, because the installed flash-linear-attention has no `fla.ops.gka`")
+        return {}
+    from fla.ops.gka import chunk_gka
+
+    def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+        (k, v), decay = _scaled_by_gain(x), x["log_decay"]
+        return chunk_gka(x["q"], k, v, g=decay, gk=decay, alpha=x["mix"], scale=1.0, num_iter=30)[:1]
+
+    return {"fla gka": run}
+
+
+@cache
+def _report(message: str) -> None:
+    """Print a message once."""
+    print(message)
 
 
 def _convert_decays_to_base_2() -> None:
@@ -138,14 +165,23 @@ def _convert_decays_to_base_2() -> None:
 
 
 def attend() -> dict[str, Run]:
-    """Return PyTorch's flash attention on the same queries, keys and values: dot products without dynamics."""
+    """Return PyTorch's fused attention on the same queries, keys and values: dot products without dynamics.
 
-    def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        q, k, v = (x[name].transpose(1, 2) for name in "qkv")
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return (scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
+    On Hopper, cuDNN's kernels are the fastest of PyTorch's.
+    """
 
-    return {"sdpa (flash)": run}
+    def adapt(backend: SDPBackend) -> Run:
+        def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
+            q, k, v = (x[name].transpose(1, 2) for name in "qkv")
+            with sdpa_kernel(backend):
+                return (scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2),)
+
+        return run
+
+    runs = {"sdpa (flash)": adapt(SDPBackend.FLASH_ATTENTION)}
+    if torch.backends.cuda.cudnn_sdp_enabled() and torch.backends.cudnn.is_available():
+        runs["sdpa (cuDNN)"] = adapt(SDPBackend.CUDNN_ATTENTION)
+    return runs
 
 
 PEERS = {"additive": additive, "delta": delta, "diagonal": diagonal, "dense": dense, "ridge": ridge, "attend": attend}
