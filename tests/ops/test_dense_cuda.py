@@ -26,7 +26,7 @@ from kalmix.ops._shared.kernel import KernelRequest
 
 UNSUPPORTED = cuda.unsupported_gpu(None) if torch.cuda.is_available() else "no GPU"
 KERNEL_PAIRS = [("forward", triton._forward_scan), ("backward", triton_backward._backward_scan)]
-OPTIONS = {"TILE": 16, "CHUNK": 64, "PACKED": 1, "SAVE": 1, "VARIANCE": 1}
+OPTIONS = {"TILE": 16, "CHUNK": 64, "PACKED": 1, "SAVE": 1, "VARIANCE": 1, "PAIRED": 1}
 
 
 @pytest.mark.parametrize(("name", "triton_kernel"), KERNEL_PAIRS)
@@ -92,7 +92,6 @@ def test_other_gpus_use_triton(fake_gpu, facts, reason):
         (kernel_request(16), "the key width is 16; it supports at least 33"),
         (kernel_request(130), "the key width is 130; it supports at most 128"),
         (kernel_request(64, dtype=torch.float64), "it supports float32, bfloat16, float16, not float64"),
-        (kernel_request(64, features=frozenset({"rotations"})), "it does not support rotations"),
         (KernelRequest("cpu", torch.float32, 64, 16, 512), "it runs on cuda, not on cpu"),
     ],
 )

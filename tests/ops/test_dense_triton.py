@@ -19,12 +19,12 @@ from kalmix.segments import Segments
 from kalmix.testing.tolerances import DRAWS, budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NAMES = ("q", "k", "v", "obs_noise", "process_noise", "log_decay", "mean", "covariance")
+NAMES = ("q", "k", "v", "obs_noise", "process_noise", "log_decay", "angle", "mean", "covariance")
 HALF = torch.bfloat16
 
 
 def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=torch.float32):
-    """Return random signals and a prior, by name, with decays per key, per head or none."""
+    """Return random signals and a prior, by name; decays are "key", "head", "none", or "pair" with rotations."""
     draw = torch.Generator().manual_seed(0)
     (key_heads, value_heads), (width, values) = heads, widths
 
@@ -40,19 +40,21 @@ def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=t
         "v": normal(*tokens, values).to(dtype),
         "obs_noise": normal(*tokens).exp(),
         "process_noise": 0.1 * normal(*tokens).exp(),
-        "log_decay": -0.2 * normal(*tokens, *[width] * (decay == "key")).exp(),
+        "log_decay": -0.2 * normal(*tokens, *{"key": [width], "pair": [width // 2]}.get(decay, [])).exp(),
+        "angle": normal(*tokens, width // 2),
         "mean": normal(*belief, values),
         "covariance": root @ root.mT + 0.1 * torch.eye(width),
     }
-    return {name: x.to(DEVICE) for name, x in inputs.items() if name != "log_decay" or decay != "none"}
+    absent = {"none": ("log_decay", "angle"), "pair": ()}.get(decay, ("angle",))
+    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
 
 
 def answer(function, inputs, segments, variance):
     """Return outputs, and gradients of a sum with weights that every dtype represents exactly."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-    q, k, v, obs_noise, process_noise, log_decay, mean, covariance = (leaves.get(name) for name in NAMES)
+    q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance = (leaves.get(name) for name in NAMES)
     belief = DenseBelief(mean, (covariance + covariance.mT) / 2)
-    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, None)
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     result = function(signals, belief, segments, variance)
     outputs = [x for x in (result.variance, *result.belief, result.mean) if x is not None]
     draw = torch.Generator().manual_seed(1)
@@ -91,15 +93,23 @@ SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay
     (1, 18, (1, 1), (20, 3), "none", None, True, HALF),  # more keys than tokens in a tile
     (1, 19, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance too wide for one program
     (1, 6, (1, 1), (130, 1), "key", SHORT_SPANS, False, torch.float32),  # with segments
+    (1, 67, (1, 1), (4, 2), "pair", None, True, torch.float32),  # rotations
+    (2, 39, (1, 2), (6, 2), "pair", SPANS, False, torch.float32),
+    (1, 18, (1, 1), (20, 3), "pair", None, True, HALF),
+    (1, 19, (1, 1), (130, 1), "pair", None, True, torch.float32),
 ]
 if DEVICE == "cuda":  # every combination of width, decay, dtype and variance
     SHAPES += [
         (2, 143, (1, 2), (width, 16), decay, LONG_SPANS, variance, torch.float32)
         for width in (5, 16, 20, 32, 64, 100, 128, 200, 256)
-        for decay in ("none", "head", "key")
+        for decay in ("none", "head", "key", *["pair"] * (width % 2 == 0))
         for variance in (True, False)
     ]
-    SHAPES += [(1, 130, (2, 2), (width, width), "key", None, False, HALF) for width in (16, 32, 64, 128)]
+    SHAPES += [
+        (1, 130, (2, 2), (width, width), decay, None, False, HALF)
+        for width in (16, 32, 64, 128, 512)
+        for decay in ("key", "pair")
+    ]
 
 
 @pytest.mark.parametrize(("batch", "length", "heads", "widths", "decay", "segments", "variance", "dtype"), SHAPES)
@@ -169,7 +179,7 @@ def test_training_stores_one_covariance_per_chunk_and_the_gains():
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (3, 2)).items()}
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        fused._filter(*(inputs[name] for name in NAMES), None, False, True, False)
+        fused._filter(*(inputs.get(name) for name in NAMES), None, False, True, False)
     input_pointers = {x.data_ptr() for x in inputs.values()}
     saved_sizes = [x.numel() for x in saved if x.data_ptr() not in input_pointers and x.numel()]
     tile = tile_size(67, torch.float32)
@@ -177,9 +187,17 @@ def test_training_stores_one_covariance_per_chunk_and_the_gains():
     assert sorted(saved_sizes) == sorted([67 * 3, 67, -(-67 // CHUNK) * padded_width(3) ** 2, *means])
 
 
-def test_custom_op_passes_opcheck():
-    inputs = arguments(1, 18, (1, 2), (3, 2))
-    leaves = [inputs[name].requires_grad_() for name in NAMES]
+def test_rotations_store_angles_and_final_beliefs_but_no_rotated_tokens():
+    inputs = {name: x.requires_grad_() for name, x in arguments(1, 67, (1, 1), (4, 2), "pair").items()}
+    results = fused._filter(*(inputs.get(name) for name in NAMES), None, False, True, False)
+    pairs = 2
+    assert [x.numel() for x in results[11:]] == [-(-67 // CHUNK) * pairs, pairs, 4 * 2, 4 * 4]
+
+
+@pytest.mark.parametrize("decay", ["key", "pair"])
+def test_custom_op_passes_opcheck(decay):
+    inputs = {name: x.requires_grad_() for name, x in arguments(1, 18, (1, 2), (4, 2), decay).items()}
+    leaves = [inputs.get(name) for name in NAMES]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     rows = torch.tensor([[0, 2, 14]], dtype=torch.int32, device=DEVICE)
     for last in ((None, True, True, False), (rows, False, False, False)):  # rows, variance, keep, cuda

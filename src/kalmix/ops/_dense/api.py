@@ -69,8 +69,8 @@ def dense(
         log_decay: `[B, T, G]` for one decay per value head, or `[B, T, G, K]` for one per value head and row of M (key
             entry); with `angle`, `[B, T, G]` or `[B, T, G, K / 2]`. Natural logarithm, per token, <= 0 and finite.
             Default: no decay.
-        angle: `[B, T, G, K / 2]`, rotation of each pair of rows, in radians per token. K must be even. Only "chunked"
-            and "reference" support it. Default: no rotation.
+        angle: `[B, T, G, K / 2]`, rotation of each pair of rows, in radians per token. K must be even. Default: no
+            rotation.
         belief: prior, with mean `[N, G, K, V]` and covariance `[N, G, K, K]` in float32 (float64 if the inputs are). N
             is B, or the number of segments. The covariance must be symmetric and positive semidefinite (not checked).
             Default: mean 0 and covariance I.

@@ -7,7 +7,7 @@ MIN_SPLIT_TOKENS = 1024  # minimum sequence length that is split in time, so tha
 SPLIT_PROGRAM_COUNTS = range(16, 128)
 NUM_TIME_SPLITS = 2  # parts into which a sequence is split
 MAX_PROGRAM_WIDTH = 128  # largest number of rows of a covariance that one program holds in registers
-ROWS = 64  # rows per program of a wider covariance
+PROGRAM_NUMBERS = 16384  # numbers of a wider covariance that one program holds in registers: a block of rows
 PREFETCH = 16  # tokens whose signals are prefetched together
 
 

@@ -27,6 +27,7 @@ KERNELS = (
         max_key_width=128,
         triton=True,
         unsupported_gpu=unsupported_gpu,
+        features=_ROTATIONS,
         interpreted=False,
         low_precision_products=True,
     ),
@@ -35,8 +36,10 @@ KERNELS = (
         custom_op.dense,
         devices=("cuda",),
         dtypes=FLOAT32_STATE_DTYPES,
-        max_key_width=256,
+        max_key_width=512,
+        max_single_precision_key_width=256,
         unsupported_gpu=unsupported_blackwell,
+        features=_ROTATIONS,
         preferred_min_key_width=8,  # with narrower keys float32 cannot factor a tile's covariance at the least noise
         triton=True,
         low_precision_products=True,  # products of the mean only

@@ -71,19 +71,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
     Split key{}, grad_cov_key{}, query{};  // this warp's rows of the last tile's contributions
     shared.keys.set(warp(), key), shared.grad_cov_keys.set(warp(), grad_cov_key);
     if (VARIANCE) shared.queries[num_tiles & 1].set(warp(), query);
-    const auto store_diagonal_product = [&](int chunk) {  // diagonal of adjoint times covariance
+    // Diagonal of adjoint times covariance; if PAIRED, also the numbers of each key with its partner.
+    const auto store_diagonal_product = [&](int chunk) {
         const long long at = (span.tile + chunk) * G + head;
-        float sums[2] = {};
+        const float* const source = saved_cov + at * (P * P) + first_row * P;
+        float* const dest = adjoint_cov_diag + at * ((1 + PAIRED) * P) + first_row;
 #pragma unroll
-        for (int m = 0; m < FRAGMENTS; ++m) {
-            const Fragment state = load(saved_cov + at * (P * P) + first_row * P + 16 * m, P);
+        for (int of_partners = 0; of_partners < 1 + PAIRED; ++of_partners) {
 #pragma unroll
-            for (int n = 0; n < 8; ++n) sums[n / 4] += adjoint[m].x[n] * state.x[n];
-        }
+            for (int h = 0; h < 2; ++h) {
+                float sum = 0.0f;
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            for (int distance = 1; distance < 4; distance *= 2) sums[h] += __shfl_xor_sync(~0u, sums[h], distance);
-            if (lane() % 4 == 0) adjoint_cov_diag[at * P + first_row + row(h)] = sums[h];
+                for (int m = 0; m < FRAGMENTS; ++m) {
+                    const VectorFragment state = load_vector(source + (row(h) ^ of_partners) * P + 16 * m);
+#pragma unroll
+                    for (int n = 0; n < 4; ++n) sum += adjoint[m].x[4 * h + n] * state.x[n];
+                }
+                for (int distance = 1; distance < 4; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+                if (lane() % 4 == 0) dest[of_partners * P + row(h)] = sum;
+            }
         }
     };
     const auto update = [&](int tile_index) {  // add the contributions of the tile after
@@ -134,9 +140,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) backward(
         for (int m = 0; m < FRAGMENTS; ++m)
             if (on_diagonal(m)) {
 #pragma unroll
-                for (int n = 0; n < 8; ++n)
-                    if (on_diagonal(m, n))
-                        adjoint_diags[slot(tile_index) * P + first_row + row(n / 4)] = adjoint[m].x[n];
+                for (int n = 0; n < 8; ++n) {
+                    float* const dest = adjoint_diags + slot(tile_index) * ((1 + PAIRED) * P) + first_row + row(n / 4);
+                    if (on_diagonal(m, n)) dest[0] = adjoint[m].x[n];
+                    if (PAIRED && of_partners(m, n)) dest[P] = adjoint[m].x[n];
+                }
             }
         const VectorFragment total_decay = load_shared(prefetched.total_decay);
         Fragment term = load_shared(prefetched.tile_terms);

@@ -9,7 +9,7 @@ struct SharedMemory {
     float square[SQUARE];                    // C, then L^-1
     Flag result;                             // raised when L^-1 is stored
     struct {
-        PrefetchBuffer key[2], query[2], noise[2], total_decay, added_noise;
+        PrefetchBuffer key[2], query[2], noise[2], total_decay, added_noise, added_pair_noise;
     } prefetched[WARPS];
 };
 
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     long long i_stride, long long j_stride, long long G) {
     extern __shared__ uint4 memory[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);
-    constexpr int TILES_PER_CHUNK = CHUNK / TILE;
+    constexpr int TILES_PER_CHUNK = CHUNK / TILE, DECAYS = (2 + PAIRED) * P;  // decays and noises of a tile
     const int sequence = blockIdx.x, head = blockIdx.y;
     const SequenceSpan span = sequence_span(sequence_table, sequence, length, tiles);
     const int num_tiles = (span.count + TILE - 1) / TILE;
@@ -115,8 +115,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         }
         if (tile_index < num_tiles) {
             prefetch(prefetched.noise, noise_keys + slot(tile_index) * (TILE * P) + first_row, P);
-            prefetch(prefetched.total_decay, tile_decays + slot(tile_index) * (2 * P) + first_row);
-            prefetch(prefetched.added_noise, tile_decays + slot(tile_index) * (2 * P) + P + first_row);
+            const float* const decays = tile_decays + slot(tile_index) * DECAYS + first_row;
+            prefetch(prefetched.total_decay, decays);
+            prefetch(prefetched.added_noise, decays + P);
+            if (PAIRED) prefetch(prefetched.added_pair_noise, decays + 2 * P);
         }
     };
     const auto store_signals = [&](int tile_index, const Fragment& key, const Fragment& query) {
@@ -132,18 +134,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
     prepare(0);
     fence_shared();
     wait<UPDATES_STORED, LANES * WARPS>();
-    VectorFragment added_noise{};
+    VectorFragment added_noise{}, added_pair_noise{};
     const auto update = [&](int tile_index) {  // apply the update of the tile before
         Fragment products[FRAGMENTS];
         wgmma_fence();
         multiply_async(products, tile_update, shared.updates, false);
         wgmma_commit();
-        if (tile_index) decay_matrix(state, tile_decays + slot(tile_index - 1) * (2 * P));
+        if (tile_index) decay_matrix(state, tile_decays + slot(tile_index - 1) * DECAYS);
 #pragma unroll
         for (int m = 0; m < FRAGMENTS; ++m)
 #pragma unroll
-            for (int n = 0; n < 8; ++n)
+            for (int n = 0; n < 8; ++n) {
                 if (on_diagonal(m, n)) state[m].x[n] += added_noise.x[n % 4];
+                if (PAIRED && of_partners(m, n)) state[m].x[n] += added_pair_noise.x[n % 4];
+            }
         prefetch_wait();
         store_signals(tile_index + 1, load_shared(prefetched.key), load_shared(prefetched.query));
         wgmma_wait<0>();
@@ -174,6 +178,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) forward(
         const Fragment noise_key = load_shared(prefetched.noise);
         const VectorFragment total_decay = load_shared(prefetched.total_decay);
         added_noise = load_shared(prefetched.added_noise);
+        if (PAIRED) added_pair_noise = load_shared(prefetched.added_pair_noise);
 #pragma unroll
         for (int n = 0; n < 8; ++n) cov_key_t.x[n] = cov_key_t.x[n] * total_decay.x[n % 4] + noise_key.x[n];
         const Split update_t = split(transpose(cov_key_t));

@@ -287,6 +287,8 @@ INLINE void decay_matrix(Fragment (&matrix)[FRAGMENTS], const float* total_decay
 // A lane on the diagonal of the matrix holds one diagonal number in each of its rows, in one fragment.
 INLINE bool on_diagonal(int m) { return m == warp() && lane() % 4 == lane() / 8; }
 INLINE bool on_diagonal(int m, int n) { return on_diagonal(m) && row(n / 4) == column() + n % 4; }
+// It also holds the numbers of each row's key with its partner (key index ^ 1).
+INLINE bool of_partners(int m, int n) { return on_diagonal(m) && (row(n / 4) ^ 1) == column() + n % 4; }
 
 // First tile, first token and token count of a sequence, like `locate_sequence` in _shared/triton/tiles.py.
 struct SequenceSpan {

@@ -51,6 +51,7 @@ from kalmix.ops._dense.triton.primitives import (
     split_tiles,
     time_splits,
 )
+from kalmix.ops._dense.triton.rotated_belief import belief_torques
 from kalmix.ops._dense.triton.wide_backward import backward_wide
 from kalmix.ops._linear_memory.triton.backward import allocate_gradients
 from kalmix.ops._linear_memory.triton.backward import backward as mean_backward
@@ -65,7 +66,7 @@ def _backward_scan(
     keys, exit_gains, tile_terms, queries, grad_var, tile_decays, saved_cov, grad_final_cov, adjoint_gains,
     adjoint_diags, adjoint_cov_diag, grad_prior, sequence_table, length, tiles, G,
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Step the adjoint of the covariance of one sequence and head from the last tile to the first."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -89,7 +90,10 @@ def _backward_scan(
             key, key_t = tl.load(keys + base + flat), tl.load(keys + base + flat_t)
             tile_term_t = tl.load(tile_terms + base + flat_t)
             total_decay = tl.load(tile_decays + slot * P + i)
-            tl.store(adjoint_diags + slot * P + i, adjoint_diag)
+            tl.store(adjoint_diags + slot * (1 + PAIRED) * P + i, adjoint_diag)
+            if PAIRED:
+                adjoint_pairs = tl.sum(tl.where((i ^ 1)[:, None] == j[None, :], adjoint, 0.0), 1)
+                tl.store(adjoint_diags + slot * (1 + PAIRED) * P + P + i, adjoint_pairs)
             adjoint_gain_t = split_matmul(adjoint, exit_gain_t, TERMS)
             tl.store(adjoint_gains + base + flat_t, adjoint_gain_t)
             gain_adjoint_gain = product_across_warps(exit_gain, adjoint_gain_t, TERMS, TILE, P)
@@ -110,7 +114,11 @@ def _backward_scan(
         if DECAY:
             chunk_offset = (first_tile + chunk) * G + head
             state = tl.load(saved_cov + chunk_offset * (P * P) + i[:, None] * P + j[None, :])
-            tl.store(adjoint_cov_diag + chunk_offset * P + i, tl.sum(adjoint * state, 1))
+            diag_at = adjoint_cov_diag + chunk_offset * (1 + PAIRED) * P + i
+            tl.store(diag_at, tl.sum(adjoint * state, 1))
+            if PAIRED:
+                state = tl.load(saved_cov + chunk_offset * (P * P) + (i ^ 1)[:, None] * P + j[None, :])
+                tl.store(diag_at + P, tl.sum(adjoint * state, 1))
     tl.store(grad_prior + cov_offsets, adjoint, mask=in_bounds)
 
 
@@ -121,6 +129,7 @@ def backward(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    noise_axis: Tensor | None,
     saved: SavedGains,
     results: ForwardResults,
     segments: Segments | None,
@@ -129,15 +138,17 @@ def backward(
     grad_var: Tensor | None,
     grad_final_mean: Tensor,
     grad_final_cov: Tensor,
+    exit_torques: Tensor | None,
     cuda: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the backward pass.
 
-    `cuda` uses `cuda/backward.cu` in place of `_backward_scan`.
+    `cuda` uses `cuda/backward.cu` in place of `_backward_scan`. `exit_torques` is an output, see `belief_torques`;
+    its last number of each sequence is an input.
 
     Returns:
-        Gradients of q, k, v, obs_noise, process_noise, log_decay (empty if there is none) and of the prior mean and
-        covariance.
+        Gradients of q, k, v, obs_noise, process_noise, log_decay and noise_axis (empty if there is none), and of the
+        prior mean and covariance.
     """
     (_, length, key_heads, width), heads, padded = k.shape, obs_noise.shape[2], padded_width(k.shape[3])
     (gain, rounded_gain, innovation_var, saved_cov), decay_axes, variance = (
@@ -149,15 +160,19 @@ def backward(
     grads = allocate_gradients(q, v, rounded_gain, log_decay, segments is not None)
     states = split_tiles(results.states, [tiles for _, tiles in splits])
     if width > MAX_PROGRAM_WIDTH:
-        mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads)
+        adjoints = torch.empty_like(results.states)  # gradients of memories at the end of tiles
+        mean_grads_inputs = (results, splits[0][1], grad_mean, grad_final_mean, True, grads, adjoints)
         grad_prior_mean, signals = (
             mean_backward(*mean_inputs, *mean_grads_inputs),
-            (q, k, obs_noise, process_noise, log_decay),
+            (q, k, obs_noise, process_noise, log_decay, noise_axis),
         )
         wide_grads = backward_wide(
             *signals, gain, innovation_var, saved_cov, segments, grads.gain.float(), grad_var, grad_final_cov
         )
-        grad_query, grad_key, grad_obs_noise, grad_process_noise, grad_log_decay, grad_final_cov = wide_grads
+        grad_query, grad_key, grad_obs_noise, grad_process_noise, grad_log_decay, grad_axis, *others = wide_grads
+        adjoint_cov_diag, grad_final_cov = others
+        if exit_torques is not None:
+            belief_torques(adjoint_cov_diag, results.states, adjoints, *splits[0], length, exit_torques)
         dq, dk, dv, _, ddecay = grads.reduce(q, rounded_gain, log_decay)
         dq = dq + grad_query if variance else dq
         return (
@@ -167,6 +182,7 @@ def backward(
             grad_obs_noise,
             grad_process_noise,
             ddecay + grad_log_decay,
+            grad_axis,
             grad_prior_mean,
             grad_final_cov,
         )
@@ -179,6 +195,7 @@ def backward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     grad_obs, grad_process = (tokens(innovation_var.shape, **factory_kwargs) for _ in range(2))
     grad_decay = tokens((0,) if log_decay is None else log_decay.shape, **factory_kwargs)
+    grad_axis = tokens((0,) if noise_axis is None else noise_axis.shape, **factory_kwargs)
     terms, shape = bf16_terms(k.dtype), {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "VARIANCE": variance}
     shape |= {"PACKED": splits[0][0].packed}
     stages = vector_decay if decay_axes == 2 else scalar_decay
@@ -186,16 +203,20 @@ def backward(
         stage: stages.options(stage, decay_axes, padded, terms) | shape
         for stage in ("prepare_backward", "token_vjp", "finish_backward")
     }
+    paired = {"PAIRED": noise_axis is not None}
     if decay_axes == 2:  # one decay per key
         dk = tokens(gain.shape, **factory_kwargs)
         dq = tokens(gain.shape, **factory_kwargs) if variance else dk
+        options["token_vjp"] |= paired
+        options["finish_backward"] |= paired
     else:
         dq, dk = grads.q, grads.k  # gradients are added to those of the mean
-    scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape}
+    scan_constants = {"DECAY": decay_axes, **scan_options(padded, bf16_terms()), **shape, **paired}
     pending, scan_kernel = [], cuda_kernel("backward") if cuda else _backward_scan
     saved_by_split = split_tiles(saved_cov, [chunks for chunks, _ in splits])
     for (cut, tiles), tile_states, saved_split in reversed(list(zip(splits, states, saved_by_split, strict=True))):
-        mean_grads_inputs = (results._replace(states=tile_states), tiles, grad_mean, grad_final_mean, True, grads)
+        tile_results, adjoints = results._replace(states=tile_states), torch.empty_like(tile_states)
+        mean_grads_inputs = (tile_results, tiles, grad_mean, grad_final_mean, True, grads, adjoints)
         grad_final_mean = mean_backward(*mean_inputs, *mean_grads_inputs)
 
         def scratch(*sizes: int, num_tiles: int = cut.num_tiles * (CHUNK // TILE)) -> Tensor:
@@ -204,9 +225,10 @@ def backward(
         sizes = (cut.tile_table, length, cut.tiles, *layout)
         keys, exit_gains, tile_terms, adjoint_gains = (scratch(TILE, padded) for _ in range(4))
         queries = scratch(TILE, padded) if variance else keys
-        coefficients, tile_decays, adjoint_diags = scratch(3, TILE, TILE), scratch(padded), scratch(padded)
+        coefficients, tile_decays = scratch(3, TILE, TILE), scratch(padded)
+        adjoint_diags = scratch(1 + paired["PAIRED"], padded)
         adjoint_cov_diag, grad_prior = (
-            torch.empty(cut.num_tiles, heads, padded, **factory_kwargs),
+            torch.empty(cut.num_tiles, heads, 1 + paired["PAIRED"], padded, **factory_kwargs),
             torch.empty(grad_final_cov.shape, **factory_kwargs),
         )
         tile_grid, chunk_grid = (len(keys) * heads,), (cut.num_tiles * heads,)
@@ -221,11 +243,12 @@ def backward(
             adjoint_gains, adjoint_diags, adjoint_cov_diag, grad_prior, cut.sequence_table, length, cut.tiles, heads,
         ), scan_constants)  # fmt: skip
         if decay_axes == 2:
-            accumulated_noise = scratch(padded)
+            accumulated_noise = torch.empty_like(adjoint_diags)
+            axis = process_noise if noise_axis is None else noise_axis
             steps = [Launch(stages.token_vjp, tile_grid, (
-                q, k, process_noise, logs, gain, innovation_var, grads.gain, grad_var_input, coefficients,
-                adjoint_gains, adjoint_diags, dk, dq, grad_obs, grad_process, grad_cov_keys, weighted_queries,
-                scaled_gains, accumulated_noise, diag_flows, *sizes,
+                q, k, process_noise, axis, logs, gain, innovation_var, grads.gain, grad_var_input, coefficients,
+                adjoint_gains, adjoint_diags, dk, dq, grad_obs, grad_process, grad_axis, grad_cov_keys,
+                weighted_queries, scaled_gains, accumulated_noise, diag_flows, *sizes,
             ), options["token_vjp"]), Launch(stages.finish_backward, chunk_grid, (
                 q, k, logs, saved_split, grad_cov_keys, weighted_queries, scaled_gains, accumulated_noise, tile_decays,
                 diag_flows, adjoint_cov_diag, dk, dq, grad_decay, *sizes,
@@ -240,6 +263,8 @@ def backward(
             ), options["finish_backward"])]  # fmt: skip
         pending.append(launch_overlapped(prepare, scan, steps, exclusive=len(splits) == 1))
         grad_final_cov = grad_prior
+        if exit_torques is not None:  # there is one split only
+            belief_torques(adjoint_cov_diag, tile_states, adjoints, cut, tiles, length, exit_torques)
     for finish in pending:
         finish()
     if decay_axes == 2:
@@ -251,4 +276,4 @@ def backward(
     grad_obs_noise, grad_process_noise = (
         x.to(signal.dtype) for x, signal in ((grad_obs, obs_noise), (grad_process, process_noise))
     )
-    return dq, dk, dv, grad_obs_noise, grad_process_noise, ddecay, grad_final_mean, grad_final_cov
+    return dq, dk, dv, grad_obs_noise, grad_process_noise, ddecay, grad_axis, grad_final_mean, grad_final_cov

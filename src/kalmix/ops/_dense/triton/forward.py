@@ -37,6 +37,7 @@ from kalmix.ops._dense.cuda.compile import cuda_kernel
 from kalmix.ops._dense.triton import scalar_decay, vector_decay
 from kalmix.ops._dense.triton.primitives import (
     UNSPECIALIZED_ARGUMENTS,
+    add_noise_blocks,
     bf16_terms,
     decay_covariance,
     decay_kind,
@@ -61,7 +62,7 @@ def _forward_scan(
     obs_noise, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_cov,
     final_cov, sequence_table, length, tiles, n_stride, g_stride, i_stride, j_stride, G,
     K: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr, SAVE: tl.constexpr,
-    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr,
+    DECAY: tl.constexpr, VARIANCE: tl.constexpr, TERMS: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Step the covariance of one sequence and head from tile to tile."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -73,10 +74,13 @@ def _forward_scan(
     state = tl.load(covariance + offsets, mask=in_bounds, other=0.0)
     cov_offsets, flat = i[:, None] * P + j[None, :], row[:, None] * P + j[None, :]
     flat_t = row[None, :] * P + i[:, None]  # the covariance is the first factor of products, so it stays in registers
-    pending_noise = tl.zeros([P], tl.float32)  # process noise not yet added to the diagonal
+    partner_t = row[None, :] * P + (i ^ 1)[:, None]
+    pending_noise = tl.zeros([P], tl.float32)  # process noise not yet added to the covariance
+    pending_pair_noise = tl.zeros([P], tl.float32)
     for chunk in range(tl.cdiv(count, CHUNK)):
-        state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
+        state = add_noise_blocks(state, pending_noise, pending_pair_noise, i, j, PAIRED)
         pending_noise = tl.zeros([P], tl.float32)
+        pending_pair_noise = tl.zeros([P], tl.float32)
         if SAVE:
             tl.store(saved_cov + ((first_tile + chunk) * G + head) * (P * P) + cov_offsets, state)
         for tile_index in range(
@@ -86,19 +90,22 @@ def _forward_scan(
             base = slot * (TILE * P)
             key, key_t = tl.load(keys + base + flat), tl.load(keys + base + flat_t)
             noise_key_t = tl.load(noise_keys + base + flat_t)
-            tile_decay = tile_decays + slot * 2 * P
+            tile_decay = tile_decays + slot * (2 + PAIRED) * P
             total_decay = tl.load(tile_decay + i)
             C = tl.load(innovation_cov + slot * (TILE * TILE) + row[:, None] * TILE + tl.arange(0, TILE)[None, :])
             t = tile_index * TILE + row
             obs = tl.load(obs_noise + (token + t) * G + head, mask=t < count, other=float("inf")).to(tl.float32)
 
             cov_key_t = split_matmul(state, key_t, TERMS) + pending_noise[:, None] * key_t
+            if PAIRED:
+                cov_key_t += pending_pair_noise[:, None] * tl.load(keys + base + partner_t)
             tl.store(cov_keys + base + flat_t, cov_key_t)
             if VARIANCE:
                 query_t = tl.load(queries + base + flat_t)
-                tl.store(
-                    cov_queries + base + flat_t, split_matmul(state, query_t, TERMS) + pending_noise[:, None] * query_t
-                )
+                cov_query_t = split_matmul(state, query_t, TERMS) + pending_noise[:, None] * query_t
+                if PAIRED:
+                    cov_query_t += pending_pair_noise[:, None] * tl.load(queries + base + partner_t)
+                tl.store(cov_queries + base + flat_t, cov_query_t)
             C += product_across_warps(key, cov_key_t, TERMS, TILE, P)
             whitening = inverse_cholesky(C, tl.min(obs, 0), TILE)  # stored in place of C
             tl.store(
@@ -107,8 +114,10 @@ def _forward_scan(
             gain = split_matmul(cov_key_t * total_decay[:, None] + noise_key_t, tl.trans(whitening), TERMS)
             state = decay_covariance(state, tile_decay, i, j, DECAY)
             pending_noise = pending_noise * total_decay * total_decay + tl.load(tile_decay + P + i)
+            if PAIRED:
+                pending_pair_noise = pending_pair_noise * total_decay * total_decay + tl.load(tile_decay + 2 * P + i)
             state -= split_matmul(gain, tl.trans(gain), TERMS)
-    state += tl.where(i[:, None] == j[None, :], pending_noise[:, None], 0.0)
+    state = add_noise_blocks(state, pending_noise, pending_pair_noise, i, j, PAIRED)
     tl.store(final_cov + (sequence * G + head) * (K * K) + i[:, None] * K + j[None, :], state, mask=in_bounds)
 
 
@@ -135,6 +144,7 @@ def forward(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    noise_axis: Tensor | None,
     mean: Tensor,
     covariance: Tensor,
     segments: Segments | None,
@@ -147,6 +157,8 @@ def forward(
 
     Args:
         q, k, v, obs_noise, process_noise, log_decay: signals.
+        noise_axis: `[B, T, G, K]`, direction of the process noise in each pair of keys (2 j, 2 j + 1), in float32; in
+            all directions if `None`. It needs decays per key, equal within a pair.
         mean, covariance: prior.
         segments: assignment of tokens to sequences, or `None`.
         variance: whether to compute the read-out variance.
@@ -158,7 +170,7 @@ def forward(
         Read-out variances `[B, T, G, 1]`, final mean, final covariance, tensors for the backward pass, and results of
         `delta` (means, and tensors for its backward pass).
     """
-    signals, decay_axes = (q, k, obs_noise, process_noise, log_decay), decay_kind(log_decay)
+    signals, decay_axes = (q, k, obs_noise, process_noise, log_decay, noise_axis), decay_kind(log_decay)
     splits, packed = time_splits(k, obs_noise.shape[2], size, decay_axes, segments), segments is not None
     results = allocate_results(k, v, sum(tiles.num_tiles for _, tiles in splits), size, True, packed)
     if k.shape[3] > MAX_PROGRAM_WIDTH:
@@ -183,6 +195,7 @@ def _gains(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    noise_axis: Tensor | None,
     covariance: Tensor,
     cuts: list[Tiling],
     variance: bool,
@@ -213,11 +226,16 @@ def _gains(
     logs, obs = k if log_decay is None else log_decay.contiguous(), obs_noise.float()
     layout = (*q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
     shape = {"K": width, "P": padded, "TILE": TILE, "CHUNK": CHUNK, "PACKED": packed, "VARIANCE": variance}
-    stages = vector_decay if decay_axes == 2 else scalar_decay
+    stages, paired = vector_decay if decay_axes == 2 else scalar_decay, {"PAIRED": noise_axis is not None}
+    noise: tuple[Tensor, ...] = (process_noise,)
+    stage_shape = shape
+    if decay_axes == 2:
+        noise, stage_shape = (process_noise, process_noise if noise_axis is None else noise_axis), shape | paired
     prepare_options, gains_options = (
-        stages.options(stage, decay_axes, padded, bf16_terms()) | shape for stage in ("prepare", "gains")
+        stages.options(stage, decay_axes, padded, bf16_terms()) | stage_shape for stage in ("prepare", "gains")
     )
-    scan_constants = {"DECAY": decay_axes, "SAVE": saved_cov.numel() > 0, **scan_options(padded, bf16_terms()), **shape}
+    scan_constants = {"DECAY": decay_axes, "SAVE": saved_cov.numel() > 0, **scan_options(padded, bf16_terms())}
+    scan_constants |= shape | paired
     pending, scan_kernel = [], cuda_kernel("forward") if cuda else _forward_scan
     saved_by_split = split_tiles(saved_cov, cuts) if saved_cov.numel() else [saved_cov] * len(cuts)
     for cut, saved_split in zip(cuts, saved_by_split, strict=True):
@@ -226,18 +244,18 @@ def _gains(
         queries, cov_queries = (torch.empty_like(keys) if variance else keys for _ in range(2))
         innovation_cov = torch.empty(num_tiles, heads, TILE, TILE, **factory_kwargs)
         tile_decays, final_cov = (
-            torch.empty(num_tiles, heads, 2, padded, **factory_kwargs),
+            torch.empty(num_tiles, heads, 2 + paired["PAIRED"], padded, **factory_kwargs),
             torch.empty(covariance.shape, **factory_kwargs),
         )
         prepare = Launch(stages.prepare, (num_tiles * heads,), (
-            q, k, obs_noise, process_noise, logs, keys, queries, noise_keys, innovation_cov, tile_decays, *sizes,
+            q, k, obs_noise, *noise, logs, keys, queries, noise_keys, innovation_cov, tile_decays, *sizes,
         ), prepare_options)  # fmt: skip
         scan = Launch(scan_kernel, (cut.num_sequences, heads), (
             obs, keys, queries, noise_keys, innovation_cov, tile_decays, covariance, cov_keys, cov_queries, saved_split,
             final_cov, cut.sequence_table, length, cut.tiles, *covariance.stride(), heads,
         ), scan_constants)  # fmt: skip
         gains = Launch(stages.gains, (num_tiles * heads,), (
-            q, k, obs_noise, process_noise, logs, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
+            q, k, obs_noise, *noise, logs, innovation_cov, cov_keys, cov_queries, gain, rounded_gain,
             innovation_var, read_var, *sizes,
         ), gains_options)  # fmt: skip
         pending.append(launch_overlapped(prepare, scan, [gains], exclusive=len(cuts) == 1))

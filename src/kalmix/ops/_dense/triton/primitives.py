@@ -177,6 +177,38 @@ def decay_covariance(state, tile_decay, i, j, DECAY: tl.constexpr):
 
 
 @triton.jit
+def swap_pairs(x, P: tl.constexpr):
+    """Exchange entries 2 j and 2 j + 1 of a vector `[P]`."""
+    even, odd = tl.split(tl.reshape(x, (P // 2, 2)))
+    return tl.reshape(tl.join(odd, even), (P,))
+
+
+@triton.jit
+def load_noise_blocks(process_noise, noise_axis, position, dim, K: tl.constexpr, PAIRED: tl.constexpr):
+    """Load the process noise of a token: of every key with itself, and with its partner.
+
+    Unless `PAIRED`, both are the noise of every key, a scalar.
+    """
+    noise = tl.load(process_noise + position).to(tl.float32)
+    if PAIRED:
+        axis = tl.load(noise_axis + position * K + dim, mask=dim < K, other=0.0)
+        partner = tl.load(noise_axis + position * K + (dim ^ 1), mask=dim < K, other=0.0)
+        blocks = noise * (axis * axis), noise * (axis * partner)
+    else:
+        blocks = noise, noise
+    return blocks
+
+
+@triton.jit
+def add_noise_blocks(state, noise, pair_noise, i, j, PAIRED: tl.constexpr):
+    """Add process noise to the diagonal of a covariance `[keys, keys]` and, if `PAIRED`, to the entries of partners."""
+    state += tl.where(i[:, None] == j[None, :], noise[:, None], 0.0)
+    if PAIRED:
+        state += tl.where((i ^ 1)[:, None] == j[None, :], pair_noise[:, None], 0.0)
+    return state
+
+
+@triton.jit
 def masked_sum(x, mask):
     """Return the sum of the entries of `x` where `mask` is true."""
     return tl.sum(tl.where(mask, x, 0.0), 0)

@@ -12,12 +12,12 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kalmix.ops._dense.block_sizes import ROWS
+from kalmix.ops._dense.block_sizes import PROGRAM_NUMBERS
 
 
 def row_blocks(padded: int) -> int:
     """Return the number of programs that share a covariance; 1 in the interpreter, which runs programs in sequence."""
-    return 1 if knobs.runtime.interpret else padded // ROWS
+    return 1 if knobs.runtime.interpret else padded * padded // PROGRAM_NUMBERS
 
 
 def partition_options(padded: int) -> dict[str, int]:

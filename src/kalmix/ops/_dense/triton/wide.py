@@ -42,8 +42,9 @@ from kalmix.segments import Segments
 
 @triton.jit
 def _load_signals(
-    k, obs_noise, process_noise, log_decay, first, t, count, i, j, k_token, G, K: tl.constexpr, DECAY: tl.constexpr
-):
+    k, obs_noise, process_noise, noise_axis, log_decay, first, t, count, i, j, k_token, G, K: tl.constexpr,
+    DECAY: tl.constexpr, PAIRED: tl.constexpr,
+):  # fmt: skip
     """Load the signals of a token in their stored dtype; a missing token has no effect."""
     position, exists = first + t * G, t < count
     key, row_key = load_vector(k + t * k_token, j, K, exists), load_vector(k + t * k_token, i, K, exists)
@@ -61,18 +62,30 @@ def _load_signals(
         row_logs = logs
     else:
         logs, row_logs = 0.0, 0.0
-    return key, row_key, obs, noise, logs, row_logs
+    if PAIRED:
+        axis = load_vector(noise_axis + position * K, i, K, exists)
+        pair = axis, load_vector(noise_axis + position * K, i ^ 1, K, exists)
+        pair += (load_vector(k + t * k_token, i ^ 1, K, exists),)
+    else:
+        pair = 1.0, 0.0, 0.0
+    return key, row_key, obs, noise, logs, row_logs, pair
 
 
 @triton.jit
-def _signals_to_float32(signals, DECAY: tl.constexpr):
-    """Convert signals to float32, and log-decays to decays."""
-    key, row_key, obs, noise, logs, row_logs = signals
+def _signals_to_float32(signals, DECAY: tl.constexpr, PAIRED: tl.constexpr):
+    """Convert signals to float32, log-decays to decays, and noises to blocks of pairs, with the partner's key."""
+    key, row_key, obs, noise, logs, row_logs, pair = signals
     if DECAY:
         decay, row_decay = tl.exp(logs.to(tl.float32)), tl.exp(row_logs.to(tl.float32))
     else:
         decay, row_decay = 1.0, 1.0
-    return key.to(tl.float32), row_key.to(tl.float32), obs.to(tl.float32), noise.to(tl.float32), decay, row_decay
+    noise = noise.to(tl.float32)
+    if PAIRED:
+        axis, partner_axis, partner_key = pair
+        noises = noise * (axis * axis), noise * (axis * partner_axis), partner_key.to(tl.float32)
+    else:
+        noises = noise, noise, row_key.to(tl.float32)
+    return key.to(tl.float32), row_key.to(tl.float32), obs.to(tl.float32), noises, decay, row_decay
 
 
 @triton.jit
@@ -89,16 +102,17 @@ def _decayed_matvec(state, row_decay, decay, x, DECAY: tl.constexpr):
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _wide_forward_scan(
-    q, k, obs_noise, process_noise, log_decay, states, saved_cov, gain, innovation_var, read_var, exchange,
+    q, k, obs_noise, process_noise, noise_axis, log_decay, states, saved_cov, gain, innovation_var, read_var, exchange,
     work_counter, sequence_table, block_stride, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    PACKED: tl.constexpr, SAVE: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+    PACKED: tl.constexpr, SAVE: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Step a block of rows of the covariance through the tokens of one sequence and head."""
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
     first_tile, token, count = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     i, j = row_block * ROWS + tl.arange(0, ROWS), column_index(P, COLUMNS)
     cov_offsets, diagonal = i[:, None, None] * P + j[None, :, :], i[:, None, None] == j[None, :, :]
+    partners = (i ^ 1)[:, None, None] == j[None, :, :]
     exchange += (sequence * G + head) * (4 * P)
     states += (sequence * G + head) * (P * P)
     k += token * k_token + head // SHARE * k_head
@@ -106,25 +120,35 @@ def _wide_forward_scan(
     first = token * G + head
     state = tl.load(states + cov_offsets)
     zero = zero_columns(state, i)
-    pending_noise = tl.zeros([ROWS], tl.float32)  # process noise not yet added to the diagonal
-    first_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 0, count, i, j, k_token, G, K, DECAY)
-    second_signals = _load_signals(k, obs_noise, process_noise, log_decay, first, 1, count, i, j, k_token, G, K, DECAY)
+    pending_noise = tl.zeros([ROWS], tl.float32)  # process noise not yet added to the covariance
+    pending_pair_noise = tl.zeros([ROWS], tl.float32)  # of a key with its partner
+    first_signals = _load_signals(
+        k, obs_noise, process_noise, noise_axis, log_decay, first, 0, count, i, j, k_token, G, K, DECAY, PAIRED
+    )
+    second_signals = _load_signals(
+        k, obs_noise, process_noise, noise_axis, log_decay, first, 1, count, i, j, k_token, G, K, DECAY, PAIRED
+    )
     for t in range(0, count, 2):
         if t % CHUNK == 0:
             state += tl.where(diagonal, pending_noise[:, None, None], 0.0)
             pending_noise = tl.zeros([ROWS], tl.float32)
+            if PAIRED:
+                state += tl.where(partners, pending_pair_noise[:, None, None], 0.0)
+                pending_pair_noise = tl.zeros([ROWS], tl.float32)
             if SAVE:
                 tl.store(saved_cov + ((first_tile + t // CHUNK) * G + head) * (P * P) + cov_offsets, state)
-        key, row_key, obs, noise, decay, row_decay = _signals_to_float32(first_signals, DECAY)
+        key, row_key, obs, noise, decay, row_decay = _signals_to_float32(first_signals, DECAY, PAIRED)
         next_key, next_row_key, next_obs, next_noise, next_decay, next_row_decay = _signals_to_float32(
-            second_signals, DECAY
+            second_signals, DECAY, PAIRED
         )
         first_signals = _load_signals(
-            k, obs_noise, process_noise, log_decay, first, t + 2, count, i, j, k_token, G, K, DECAY
+            k, obs_noise, process_noise, noise_axis, log_decay, first, t + 2, count, i, j, k_token, G, K, DECAY, PAIRED
         )
         second_signals = _load_signals(
-            k, obs_noise, process_noise, log_decay, first, t + 3, count, i, j, k_token, G, K, DECAY
+            k, obs_noise, process_noise, noise_axis, log_decay, first, t + 3, count, i, j, k_token, G, K, DECAY, PAIRED
         )
+        noise, pair_noise, partner_key = noise
+        next_noise, next_pair_noise, next_partner_key = next_noise
         noise_first = row_decay * row_decay * pending_noise + noise
         pending_noise = next_row_decay * next_row_decay * noise_first + next_noise
         row_decay_both, decay_both = row_decay * next_row_decay, decay * next_decay
@@ -134,6 +158,11 @@ def _wide_forward_scan(
         next_cov_key_rows = (
             _decayed_matvec(state, row_decay_both, decay_both, next_key, DECAY) + pending_noise * next_row_key
         )
+        if PAIRED:
+            pair_noise_first = row_decay * row_decay * pending_pair_noise + pair_noise
+            pending_pair_noise = next_row_decay * next_row_decay * pair_noise_first + next_pair_noise
+            cov_key_rows += pair_noise_first * partner_key
+            next_cov_key_rows += pending_pair_noise * next_partner_key
         cov_key_cols, next_cov_key_cols = exchange_vectors(
             cov_key_rows, next_cov_key_rows, zero, exchange, row_block, t // 2, P, ROWS
         )
@@ -151,6 +180,8 @@ def _wide_forward_scan(
         if VARIANCE:
             query, query_rows = load_float32(q + t * q_token, j, K, True), load_float32(q + t * q_token, i, K, True)
             products = query_rows * (_decayed_matvec(state, row_decay, decay, query, DECAY) + noise_first * query_rows)
+            if PAIRED:
+                products += query_rows * pair_noise_first * load_float32(q + t * q_token, i ^ 1, K, True)
             query_gain = dot(query, gain_cols)
             exists = t + 1 < count
             query, query_rows = (
@@ -160,6 +191,9 @@ def _wide_forward_scan(
             next_products = query_rows * (
                 _decayed_matvec(state, row_decay_both, decay_both, query, DECAY) + pending_noise * query_rows
             )
+            if PAIRED:
+                partner_rows = load_float32(q + (t + 1) * q_token, i ^ 1, K, exists)
+                next_products += query_rows * pending_pair_noise * partner_rows
             overlap, next_query_gain = dot(query, cov_key_cols), dot(query, next_cov_key_cols)
             explained, next_explained = (
                 query_gain * query_gain * variance,
@@ -181,6 +215,8 @@ def _wide_forward_scan(
         tl.store(gain + dest, tl.join(gain_cols, next_cov_key_cols * next_inverse), mask=valid)
         tl.store(innovation_var + first + pair * G, tl.join(variance, next_variance), mask=pair < count)
     state += tl.where(diagonal, pending_noise[:, None, None], 0.0)
+    if PAIRED:
+        state += tl.where(partners, pending_pair_noise[:, None, None], 0.0)
     tl.store(states + cov_offsets, state)
 
 
@@ -190,6 +226,7 @@ def forward_wide(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    noise_axis: Tensor | None,
     covariance: Tensor,
     segments: Segments | None,
     variance: bool,
@@ -199,6 +236,7 @@ def forward_wide(
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     factory_kwargs = {"dtype": torch.float32, "device": k.device}
     q, k, logs = contiguous_rows(q), contiguous_rows(k), k if log_decay is None else log_decay.contiguous()
+    process_noise = process_noise.contiguous()
     cut, padded = tile_sequences(batch, length, CHUNK, segments, k), padded_width(width)
     states = torch.zeros(*covariance.shape[:2], padded, padded, **factory_kwargs)
     states[..., :width, :width] = (covariance + covariance.mT) / 2
@@ -212,12 +250,14 @@ def forward_wide(
         if variance
         else torch.empty(1, 0, **factory_kwargs)
     )
+    noise_axis_input = process_noise if noise_axis is None else noise_axis
     Launch(_wide_forward_scan, (cut.num_sequences, heads, row_blocks(padded)), (
-        q, k, obs_noise.contiguous(), process_noise.contiguous(), logs, states, saved_cov, gain, innovation_var,
+        q, k, obs_noise.contiguous(), process_noise, noise_axis_input, logs, states, saved_cov, gain, innovation_var,
         read_var, *sync_buffers(states), cut.sequence_table, batch * length * heads, length, cut.tiles,
         *q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads,
     ), {
         "K": width, "CHUNK": CHUNK, "PACKED": segments is not None, "SAVE": saved_cov.numel() > 0,
-        "DECAY": decay_kind(log_decay), "VARIANCE": variance, **partition_options(padded),
+        "DECAY": decay_kind(log_decay), "PAIRED": noise_axis is not None, "VARIANCE": variance,
+        **partition_options(padded),
     }).run()  # fmt: skip
     return gain, read_var.sum(0).clamp_min_(0), states[..., :width, :width].contiguous(), innovation_var

@@ -21,7 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import CHUNK, PREFETCH, padded_width
-from kalmix.ops._dense.triton.primitives import UNSPECIALIZED_ARGUMENTS, decay_kind, reduce_to_inputs
+from kalmix.ops._dense.triton.primitives import (
+    UNSPECIALIZED_ARGUMENTS,
+    decay_kind,
+    load_noise_blocks,
+    reduce_to_inputs,
+)
 from kalmix.ops._dense.triton.row_partition import (
     atomic_work_id,
     column_index,
@@ -105,7 +110,7 @@ def _wide_backward_scan(
     q, k, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, adjoints, grad_cov_keys, grad_obs, end_diags,
     adjoint_cov_diag, exchange, work_counter, sequence_table, length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Step a block of rows of the adjoint through the tokens of one sequence and head, from the last."""
     sequence, head, row_block = atomic_work_id(work_counter, G, P // ROWS)
@@ -139,7 +144,11 @@ def _wide_backward_scan(
             )
         if (t % CHUNK == CHUNK - 1) | (reverse_index == 0):
             end_diag = tl.sum(tl.sum(tl.where(diagonal, adjoint, 0.0), 1), 1)
-            tl.store(end_diags + ((first_tile + t // CHUNK) * G + head) * P + i, end_diag)
+            end_at = end_diags + ((first_tile + t // CHUNK) * G + head) * ((1 + PAIRED) * P) + i
+            tl.store(end_at, end_diag)
+            if PAIRED:
+                partners = (i ^ 1)[:, None, None] == j[None, :, :]
+                tl.store(end_at + P, tl.sum(tl.sum(tl.where(partners, adjoint, 0.0), 1), 1))
         key, row_key = load_float32(k + t * k_token, j, K, True), load_float32(k + t * k_token, i, K, True)
         gain_cols = load_float32(gain + position * K, j, K, True)
         inverse = 1.0 / tl.load(innovation_var + position)
@@ -167,7 +176,12 @@ def _wide_backward_scan(
         if DECAY and t % CHUNK == 0:
             chunk_offset = (first_tile + t // CHUNK) * G + head
             state = tl.load(saved_cov + chunk_offset * (P * P) + cov_offsets)
-            tl.store(adjoint_cov_diag + chunk_offset * P + i, tl.sum(tl.sum(adjoint * state, 1), 1))
+            diag_at = adjoint_cov_diag + chunk_offset * ((1 + PAIRED) * P) + i
+            tl.store(diag_at, tl.sum(tl.sum(adjoint * state, 1), 1))
+            if PAIRED:
+                partner_offsets = (i ^ 1)[:, None, None] * P + j[None, :, :]
+                state = tl.load(saved_cov + chunk_offset * (P * P) + partner_offsets)
+                tl.store(diag_at + P, tl.sum(tl.sum(adjoint * state, 1), 1))
     tl.store(adjoints + cov_offsets, adjoint)
 
 
@@ -183,11 +197,11 @@ def _prefetch_vectors(
 
 @triton.jit(do_not_specialize=UNSPECIALIZED_ARGUMENTS)
 def _wide_signal_grads(
-    q, k, process_noise, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, grad_cov_keys, grad_obs,
-    end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, tile_table, block_stride, length, tiles, q_token,
-    q_head, k_token, k_head, G, SHARE,
+    q, k, process_noise, noise_axis, log_decay, gain, innovation_var, grad_gain, grad_var, saved_cov, grad_cov_keys,
+    grad_obs, end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_axis, grad_decay, tile_table, block_stride,
+    length, tiles, q_token, q_head, k_token, k_head, G, SHARE,
     K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PREFETCH: tl.constexpr,
-    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr,
+    CHUNK: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, VARIANCE: tl.constexpr, PAIRED: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradients of a chunk's signals for a block of rows."""
     chunk, head, row_block = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -205,6 +219,7 @@ def _wide_signal_grads(
     prefetched_gains = _prefetch(gain + first * K, G * K, 0, count, K, P, CHUNK)
     state = tl.load(saved_cov + chunk_offset * (P * P) + i[:, None, None] * P + j[None, :, :])
     pending_noise = tl.zeros([ROWS], tl.float32)
+    pending_pair_noise = tl.zeros([ROWS], tl.float32)
     _wait_for_prefetch(innovation_var, (prefetched_grads, prefetched_gains), count)
     _wait_for_prefetch(innovation_var, prefetched_signals, count)
     for t in range(count):
@@ -219,13 +234,17 @@ def _wide_signal_grads(
         )
         variance = tl.load(innovation_var + position)
         row_decay, decay = _load_decays(log_decay, position, i, j, K, DECAY)
-        pending_noise = row_decay * row_decay * pending_noise + tl.load(process_noise + position).to(tl.float32)
+        noise, pair_noise = load_noise_blocks(process_noise, noise_axis, position, i, K, PAIRED)
+        pending_noise = row_decay * row_decay * pending_noise + noise
         state = decay_rows(state, row_decay, decay, DECAY)
         grad_key_rows = (
             matvec(state, grad_cov_key_cols)
             + pending_noise * grad_cov_key_rows
             + tl.load(grad_obs + position) * variance * gain_rows
         )
+        if PAIRED:
+            pending_pair_noise = row_decay * row_decay * pending_pair_noise + pair_noise
+            grad_key_rows += pending_pair_noise * load_float32(grad_cov_keys + position * K, i ^ 1, K, True)
         tl.store(dk + position * K + i, grad_key_rows, mask=i < K)
         sd = tl.sqrt(variance)
         state -= outer(gain_rows * sd, gain_cols * sd)
@@ -233,6 +252,8 @@ def _wide_signal_grads(
             cov_query = matvec(state, load_float32(q + t * q_token, j, K, True)) + pending_noise * load_float32(
                 q + t * q_token, i, K, True
             )
+            if PAIRED:
+                cov_query += pending_pair_noise * load_float32(q + t * q_token, i ^ 1, K, True)
             tl.store(dq + position * K + i, 2.0 * tl.load(grad_var + position).to(tl.float32) * cov_query, mask=i < K)
 
     t = tl.arange(0, CHUNK)
@@ -243,12 +264,35 @@ def _wide_signal_grads(
     diag_terms = tl.load(grad_cov_keys + key_offsets, mask=key_mask, other=0.0) * key
     if VARIANCE:
         query = tl.load(q + t[:, None] * q_token + i[None, :], mask=key_mask, other=0.0).to(tl.float32)
-        diag_terms += tl.load(grad_var + position, mask=valid, other=0.0).to(tl.float32)[:, None] * query * query
-    diag_terms += tl.where((t == count - 1)[:, None], tl.load(end_diags + chunk_offset * P + i)[None, :], 0.0)
+        weighted_query = tl.load(grad_var + position, mask=valid, other=0.0).to(tl.float32)[:, None] * query
+        diag_terms += weighted_query * query
+    end_diags += chunk_offset * ((1 + PAIRED) * P) + i
+    diag_terms += tl.where((t == count - 1)[:, None], tl.load(end_diags)[None, :], 0.0)
     has_next = t + 1 < count
+    noise = tl.load(process_noise + position, mask=valid, other=0.0).to(tl.float32)
     if DECAY == 2:
         logs = tl.load(log_decay + key_offsets + G * K, mask=key_mask & has_next[:, None], other=0.0).to(tl.float32)
         adjoint_diag = tl.associative_scan((tl.exp(2.0 * logs), diag_terms), 0, _combine_decayed, reverse=True)[1]
+        if PAIRED:
+            partner_key, partner_grad = (
+                tl.load(k + t[:, None] * k_token + (i ^ 1)[None, :], mask=key_mask, other=0.0).to(tl.float32),
+                tl.load(grad_cov_keys + position[:, None] * K + (i ^ 1)[None, :], mask=key_mask, other=0.0),
+            )
+            pair_terms = 0.5 * (tl.load(grad_cov_keys + key_offsets, mask=key_mask, other=0.0) * partner_key)
+            pair_terms += 0.5 * (partner_grad * key)
+            if VARIANCE:
+                pair_terms += weighted_query * tl.load(
+                    q + t[:, None] * q_token + (i ^ 1)[None, :], mask=key_mask, other=0.0
+                ).to(tl.float32)
+            pair_terms += tl.where((t == count - 1)[:, None], tl.load(end_diags + P)[None, :], 0.0)
+            adjoint_pairs = tl.associative_scan((tl.exp(2.0 * logs), pair_terms), 0, _combine_decayed, reverse=True)[1]
+            axis, partner_axis = (
+                tl.load(noise_axis + key_offsets, mask=key_mask, other=0.0),
+                tl.load(noise_axis + position[:, None] * K + (i ^ 1)[None, :], mask=key_mask, other=0.0),
+            )
+            adjoint_axis = adjoint_diag * axis + adjoint_pairs * partner_axis
+            tl.store(grad_axis + key_offsets, 2.0 * noise[:, None] * adjoint_axis, mask=key_mask)
+            adjoint_diag = axis * adjoint_axis  # of the noise
         trace = tl.sum(adjoint_diag, 1)
     elif DECAY == 1:
         logs = tl.load(log_decay + position + G, mask=has_next, other=0.0).to(tl.float32)
@@ -264,8 +308,7 @@ def _wide_signal_grads(
         token_terms += tl.load(dk + key_offsets, mask=key_mask, other=0.0) * key
         if VARIANCE:
             token_terms += tl.load(dq + key_offsets, mask=key_mask, other=0.0) * query
-        noise = tl.load(process_noise + position, mask=valid, other=0.0).to(tl.float32)
-        diag_flow = tl.load(adjoint_cov_diag + chunk_offset * P + i)
+        diag_flow = tl.load(adjoint_cov_diag + chunk_offset * ((1 + PAIRED) * P) + i)
         if DECAY == 2:
             diag_change = noise[:, None] * adjoint_diag - 0.5 * token_terms
             grad = 2.0 * (diag_flow[None, :] + tl.cumsum(diag_change, 0) - diag_change)
@@ -288,6 +331,7 @@ def backward_wide(
     obs_noise: Tensor,
     process_noise: Tensor,
     log_decay: Tensor | None,
+    noise_axis: Tensor | None,
     gain: Tensor,
     innovation_var: Tensor,
     saved_cov: Tensor,
@@ -295,8 +339,12 @@ def backward_wide(
     grad_gain: Tensor,
     grad_var: Tensor | None,
     grad_final_cov: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Launch the backward pass; return gradients of the signals and of the prior covariance."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Launch the backward pass; return gradients of the signals and of the prior covariance.
+
+    The last but one result is the diagonal of adjoint times covariance at the start of chunks, `[chunks, G, 1, P]`;
+    with `noise_axis`, `[chunks, G, 2, P]` with the entries of partners.
+    """
     (batch, length, key_heads, width), heads = k.shape, obs_noise.shape[2]
     factory_kwargs = {"dtype": torch.float32, "device": k.device}
     dtypes = [x.dtype for x in (q, k, obs_noise, process_noise, k if log_decay is None else log_decay)]
@@ -309,7 +357,7 @@ def backward_wide(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     grad_cov_keys, end_diags, adjoint_cov_diag = (
         torch.empty_like(gain),
-        *(torch.empty(cut.num_tiles, heads, padded, **factory_kwargs) for _ in range(2)),
+        *(torch.empty(cut.num_tiles, heads, 1 + (noise_axis is not None), padded, **factory_kwargs) for _ in range(2)),
     )
     dk = tokens(gain.shape, **factory_kwargs)
     dq = tokens(gain.shape, **factory_kwargs) if variance else dk
@@ -318,6 +366,7 @@ def backward_wide(
         tokens(innovation_var.shape, **factory_kwargs),
         tokens(num_row_blocks, *innovation_var.shape, **factory_kwargs),
     )
+    grad_axis = tokens((0,) if noise_axis is None else noise_axis.shape, **factory_kwargs)
     grad_decay = torch.empty(1, 0, **factory_kwargs)
     if log_decay is not None:  # gradients of decays per head are summed over row blocks
         grad_decay = tokens(num_row_blocks if log_decay.ndim == 3 else 1, *log_decay.shape, **factory_kwargs)
@@ -328,15 +377,17 @@ def backward_wide(
         "PACKED": segments is not None,
         **partition_options(padded),
     }
-    options |= {"DECAY": decay_kind(log_decay), "VARIANCE": variance}
+    options |= {"DECAY": decay_kind(log_decay), "VARIANCE": variance, "PAIRED": noise_axis is not None}
     sizes = (length, cut.tiles, *q.stride()[1:3], *k.stride()[1:3], heads, heads // key_heads)
     Launch(_wide_backward_scan, (cut.num_sequences, heads, num_row_blocks), (
         q, k, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, adjoints, grad_cov_keys, grad_obs,
         end_diags, adjoint_cov_diag, *sync_buffers(adjoints), cut.sequence_table, *sizes,
     ), options).run()  # fmt: skip
     Launch(_wide_signal_grads, (cut.num_tiles, heads, num_row_blocks), (
-        q, k, process_noise, logs, gain, innovation_var, grad_gain, grad_var_input, saved_cov, grad_cov_keys, grad_obs,
-        end_diags, adjoint_cov_diag, dk, dq, grad_process, grad_decay, cut.tile_table, innovation_var.numel(), *sizes,
+        q, k, process_noise, process_noise if noise_axis is None else noise_axis, logs, gain, innovation_var, grad_gain,
+        grad_var_input, saved_cov, grad_cov_keys, grad_obs, end_diags, adjoint_cov_diag, dk, dq, grad_process,
+        grad_axis, grad_decay, cut.tile_table, innovation_var.numel(), *sizes,
     ), options).run()  # fmt: skip
     grads = (dq if variance else None, dk, grad_obs, grad_process.sum(0), grad_decay.sum(0))
-    return *reduce_to_inputs(grads, dtypes, key_heads), adjoints[..., :width, :width].contiguous()
+    signal_grads = reduce_to_inputs(grads, dtypes, key_heads)
+    return *signal_grads, grad_axis, adjoint_cov_diag, adjoints[..., :width, :width].contiguous()

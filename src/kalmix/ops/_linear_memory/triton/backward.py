@@ -86,8 +86,12 @@ def backward(
     grad_final: Tensor,
     corrects: bool,
     grads: Gradients,
+    adjoints: Tensor | None = None,
 ) -> Tensor:
-    """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior."""
+    """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior.
+
+    Gradients of the memories at the end of each tile are written to `adjoints`, shaped as `stored.states`, if given.
+    """
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
     s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects)
     v, grad_mean, write_group = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
@@ -105,7 +109,7 @@ def backward(
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.to_end, s.scores, inverses, exit_map, local_grads, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, group, write_group,
         ), {**features, **options, **s.sizes}).run()  # fmt: skip
-    adjoints = torch.empty(states.shape, **like)
+    adjoints = torch.empty(states.shape, **like) if adjoints is None else adjoints
     grad_prior = torch.empty(grad_final.shape, dtype=grad_final.dtype, device=v.device)
     plan = scan_options(tiling.num_sequences, v, s.sizes, 3)
     options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}

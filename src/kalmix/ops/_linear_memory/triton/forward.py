@@ -142,7 +142,9 @@ def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int)
     on Hopper, Triton 3.6 then reads out of bounds.
     """
     keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
-    values = min(sizes["BLOCK"], max(16, 1 << (width - 1).bit_length()), 32 if keys > 128 else 64)
+    values = min(
+        sizes["BLOCK"], max(16, 1 << (width - 1).bit_length()), 64 if keys <= 128 else 32 if keys <= 256 else 16
+    )
     while values > 32 and sequences * v.shape[2] * -(-width // values) < 128:
         values //= 2
     element = 8 if v.dtype == torch.float32 else v.dtype.itemsize
