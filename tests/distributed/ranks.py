@@ -9,6 +9,7 @@ import torch
 from layers.conftest import LAYERS, shake
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kalmix import ArgumentError, Segments
@@ -29,10 +30,10 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     distributed.destroy_process_group()
 
 
-def check_model(rank: int, world: int, folder: str) -> None:
+def check_model(rank: int, world: int, folder: str, sharded: bool) -> None:
     """Compare a model on all ranks with one process."""
     start(rank, world, folder)
-    compare_model(world)
+    (compare_sharded_model if sharded else compare_model)(world)
     distributed.destroy_process_group()
 
 
@@ -128,35 +129,66 @@ def refuse(world: int) -> None:
     assert torch.equal(layer(x)[0], layer(x, None)[0])  # contexts have been left
 
 
-def compare_model(world: int) -> None:
-    """Compare loss and gradients of a hybrid language model, also with gradient checkpointing and with DDP."""
+def hybrid_model():
+    """Return a hybrid language model, tokens, labels of next tokens, their number, and the expected gradients."""
     from kalmix.models import KalmixConfig, KalmixForCausalLM
 
-    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     layers = ["kla", {"mixer": "bayesian", "heads": 2}, {"mixer": "attention", "heads": 2}]
     model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=layers)).double().train()
     ids = torch.randint(17, (2, 16))
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
     count = int((labels >= 0).sum())
-    expected = model(input_ids=ids, shift_labels=labels, labels=ids, num_items_in_batch=count).loss
-    expected.backward()
+    loss = model(input_ids=ids, shift_labels=labels, labels=ids, num_items_in_batch=count).loss
+    loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    return model, (ids, labels, count), loss.detach(), gradients
+
+
+def local_loss(model, cp, ids, labels, count):
+    """Return the share of this rank in the mean loss."""
+    own = cp.shard(ids)
+    return model(input_ids=own, labels=own, shift_labels=cp.shard(labels), num_items_in_batch=count).loss
+
+
+def compare_loss(loss, expected):
+    total = loss.detach().clone()
+    distributed.all_reduce(total)
+    torch.testing.assert_close(total, expected)
+
+
+def compare_model(world: int) -> None:
+    """Compare loss and gradients of a model: alone, with gradient checkpointing, and with DDP."""
+    mesh = init_device_mesh("cpu", (world,))
+    model, data, expected, gradients = hybrid_model()
     for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel"):
         model.zero_grad(set_to_none=True)
         if variant == "checkpointing":
             model.gradient_checkpointing_enable()
         averages = variant == "DistributedDataParallel"
-        wrapped = DistributedDataParallel(model) if averages else model
         with ContextParallel(mesh, "head-tail") as cp:
-            own = cp.shard(ids)
-            given = {"shift_labels": cp.shard(labels), "labels": own, "num_items_in_batch": count}
-            loss = wrapped(input_ids=own, **given).loss
+            wrapped = DistributedDataParallel(model) if averages else model
+            loss = local_loss(wrapped, cp, *data)
             (world * loss if averages else loss).backward()
             if not averages:
                 cp.sum_gradients(model.parameters())
-        total = loss.detach().clone()
-        distributed.all_reduce(total)
-        torch.testing.assert_close(total, expected.detach())
+        compare_loss(loss, expected)
         for name, p in model.named_parameters():
             torch.testing.assert_close(p.grad, gradients[name], msg=f"{variant}: {name}")
+
+
+def compare_sharded_model(world: int) -> None:
+    """Compare with FSDP2: parameters on all ranks, batch rows on half of the mesh, tokens on the other half."""
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "cp"))
+    model, (ids, labels, count), expected, gradients = hybrid_model()
+    every = mesh["dp", "cp"]._flatten("all")
+    for module in (*model.model.layers, model):
+        fully_shard(module, mesh=every)
+    row = slice(mesh["dp"].get_local_rank(), mesh["dp"].get_local_rank() + 1)
+    with ContextParallel(mesh["cp"], "head-tail") as cp:
+        loss = local_loss(model, cp, ids[row], labels[row], count)
+        (world * loss).backward()
+    compare_loss(loss, expected)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad.full_tensor(), gradients[name], msg=name)

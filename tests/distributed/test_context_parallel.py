@@ -8,6 +8,7 @@ from torch import multiprocessing
 from distributed import ranks
 from kalmix import Segments
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
+from kalmix.models import KalmixConfig
 
 REFUSING = "recurrent-afa"
 FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", "attention"]
@@ -30,8 +31,19 @@ def test_every_layer_equals_one_process(world, dtype, tolerance, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_model_with_gradient_checkpointing_equals_one_process(tmp_path):
-    run(2, ranks.check_model, folder=tmp_path)
+@pytest.mark.parametrize(("world", "sharded"), [(2, False), (4, True)], ids=["replicated", "fsdp2"])
+def test_a_model_equals_one_process(world, sharded, tmp_path):
+    run(world, ranks.check_model, sharded, folder=tmp_path)
+
+
+def test_accelerate_refuses_models_under_its_own_sequence_parallelism():
+    big_modeling = pytest.importorskip("accelerate.big_modeling")
+    model = torch.nn.Module()
+    model.config = KalmixConfig(vocab_size=8, hidden_size=16, layers=["kla"])
+    for refuse in ("_refuse_recurrent_layers_under_sequence_parallelism", "_attach_context_parallel_hooks"):
+        if hasattr(big_modeling, refuse):  # older releases have neither check
+            with pytest.raises(ValueError, match="parallelism does not support"):
+                getattr(big_modeling, refuse)(model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

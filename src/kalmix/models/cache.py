@@ -16,7 +16,9 @@ from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.types import Belief, replace_fields
 
-LAYER_TYPE = "kalmix_belief"
+# accelerate refuses types with "linear_attention" in their name under its sequence parallelism, where each rank would
+# start again.
+LAYER_TYPE = "kalmix_linear_attention"
 
 
 class BeliefLayer(CacheLayerMixin):
