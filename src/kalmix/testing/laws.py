@@ -7,6 +7,7 @@ one kernel are compared, each may differ by its budget. `laws` returns the laws 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -218,7 +219,12 @@ def compiles_to_one_graph(case: Case) -> None:
 
 def compiles_with_inductor(case: Case) -> None:
     """Compile with PyTorch's default backend, which relies on the strides that custom ops promise."""
-    _assert_compiles(case, "inductor")
+    from torch._inductor import config
+
+    # On a GPU, PyTorch 2.11 fails to compile some sums of dynamic sizes (pytorch issue 181563, fixed in 2.12).
+    is_faulty = torch.__version__.startswith("2.11.")
+    with config.patch({"triton.coalesce_tiling_analysis": False}) if is_faulty else nullcontext():
+        _assert_compiles(case, "inductor")
 
 
 class CountingBackend:
