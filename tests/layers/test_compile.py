@@ -35,6 +35,9 @@ def has_triton_kernel(layer: type[Mixer]) -> bool:
     return layer.design is not None and any(kernel.triton for kernel in OPS[layer.design.op].kernels)
 
 
+WITH_TRITON = [name for name, layer in MIXERS.items() if has_triton_kernel(layer)]
+
+
 class Counting:
     """Compiler backend that counts graphs."""
 
@@ -86,7 +89,7 @@ def test_two_graphs_serve_training_at_all_lengths(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name, layer in MIXERS.items() if has_triton_kernel(layer)])
+@pytest.mark.parametrize("name", WITH_TRITON)
 def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch):
     """Tensors are fake: they have shapes but no data, so that nothing is computed."""
     monkeypatch.setattr(dispatch, "DEVICES", ("cuda", "cpu"))
@@ -135,3 +138,12 @@ def test_export_serves_all_batch_sizes_and_lengths(name, strict):
             agree(y, expected)
             for ours, theirs in zip(*map(tree_leaves, (state, final)), strict=True):
                 agree(ours, theirs)
+
+
+@pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "afa" else pytest.mark.slow) for x in WITH_TRITON])
+def test_export_with_triton_adds_no_guard(name):
+    """An exported program takes all lengths if its length has no range; on a CPU it would run in the interpreter."""
+    layer = make_layer(name, kernel="triton").to("cuda" if torch.cuda.is_available() else "cpu")
+    example = inputs(2, 8).to(next(layer.parameters()).device)
+    exported = export(layer, (example,), dynamic_shapes=({0: Dim("batch"), 1: Dim("length")},), strict=False)
+    assert {str(x) for x in exported.range_constraints.values()} == {"VR[0, int_oo]"}

@@ -11,6 +11,7 @@ from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.scores import ScoreConfig, score_config, stack_head_params
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.custom_op import custom_op, needs_grad, register_backward, with_launch_cache, without_dispatcher
+from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments
 from kalmix.types import Filtered, replace_fields
 
@@ -119,7 +120,7 @@ def _forward_fake(q, k, v, _, __, times, rank, ___, shared_dynamics, *options):
     float32 = {"dtype": torch.float32, "device": q.device}
     block, block_tensors = block_size(slots), []
     for length in (tokens, slots):
-        blocks = (length + block - 1) // block
+        blocks = num_blocks(length, block)
         features = torch.empty(count, heads, num_token_features(shared_dynamics), blocks * block, **float32)
         block_tensors += [features, times.new_empty(count * blocks + 1), rank.new_empty(count * blocks * 2)]
     log_precision = torch.empty((count, tokens, heads) if variance else (0,), **float32)

@@ -12,6 +12,7 @@ from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
+from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
@@ -56,7 +57,7 @@ def _saved_shapes(
     (batch, length, heads, values), width = v.shape, k.shape[3]
     if not save:
         return ((0,),) * 11
-    num_chunks = batch * ((length + CHUNK - 1) // CHUNK)
+    num_chunks = batch * num_blocks(length, CHUNK)
     total_chunks = num_chunks if rows is None else batch * length // CHUNK + rows.shape[0]
     gains = (batch, length, heads, width)
     rounded_gain = (0,) if k.dtype == torch.float32 else gains

@@ -11,6 +11,7 @@ from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
+from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
@@ -25,7 +26,7 @@ def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segment
 
 def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tuple[int, ...]:
     batch, length, heads, channels = v.shape
-    whole = batch * ((length + CHUNK - 1) // CHUNK)
+    whole = batch * num_blocks(length, CHUNK)
     count = whole if rows is None else batch * length // CHUNK + rows.shape[0]
     return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 

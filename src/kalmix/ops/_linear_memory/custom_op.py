@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
-from kalmix.ops._shared.token_blocks import tokens_per_block
+from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_block
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 from kalmix.validation import FLOAT32_STATE_DTYPES
@@ -55,7 +55,7 @@ def stored_shapes(
     """
     batch, length, heads, width = v.shape
     size = tile_size(length, v.dtype)
-    count = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
+    count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
     states = (count * heads * k.shape[3] * width,) if store else (0,)
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
 

@@ -10,6 +10,7 @@ from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
+from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -43,7 +44,7 @@ def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int,
     """Return the shapes of solutions, norms, and H and U at the entry of every tile; the last three are flattened."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(length, width, k.dtype)
-    tiles = batch * ((length + size - 1) // size) if rows is None else batch * length // size + rows.shape[0]
+    tiles = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
     states = tiles * heads
     return (batch, length, heads, width), (states * size,), (states * width * width,), (states * width * values,)
 

@@ -19,3 +19,11 @@ def tokens_per_block(length: int, large: int) -> int:
     if isinstance(length, int):
         return SMALL if length <= MAX_SHORT else large
     return SMALL + (large - SMALL) * torch.sym_min(1, torch.sym_max(0, length - MAX_SHORT))
+
+
+def num_blocks(length: int, size: int) -> int:
+    """Return the number of blocks of `size` tokens, the last of which may be shorter.
+
+    In this form PyTorch can prove that it is positive, without which it adds guards and `torch.export` fails.
+    """
+    return 1 + (length - 1) // size
