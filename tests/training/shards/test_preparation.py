@@ -72,6 +72,7 @@ def test_the_number_of_workers_does_not_change_the_shards(
 
 def test_parts_of_a_source_cover_it_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 500)
+    make_encoder.cache_clear()
     documents = texts(200)
     write_corpus(tmp_path / "c", documents[:50])
     lines = [json.dumps({"text": text}) + "\n" for text in documents[50:]]
@@ -81,6 +82,7 @@ def test_parts_of_a_source_cover_it_in_order(tmp_path: Path, monkeypatch: pytest
     pyarrow.parquet.write_table(table, tmp_path / "c" / "d.parquet", row_group_size=5)
     manifest = prepare(Preparation(str(tmp_path / "c"), vocab_size=260, held_out=0), tmp_path / "s")
     assert len(manifest.shards) > 10
+    assert make_encoder.cache_info().misses == 1  # deleted tokenizers keep memory
     assert read_documents(tmp_path / "s", manifest, "train") == documents
 
 
@@ -128,9 +130,9 @@ def test_special_tokens_in_a_text_are_ordinary_text(tmp_path: Path) -> None:
 def test_long_texts_are_encoded_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wrap_tokenizer(train_tokenizer(texts(50), vocab_size=300)).save_pretrained(tmp_path)
     given = ["\n".join(texts(40)), "", "x" * 2500]
-    whole = list(make_encoder(tmp_path)(given))
+    whole = list(make_encoder(tmp_path, "")(given))
     monkeypatch.setattr("kalmix.training.shards.tokenizer._PIECE", 1000)
-    pieces = list(make_encoder(tmp_path)(given))
+    pieces = list(make_encoder(tmp_path, "")(given))
     decode = Tokenizer.from_file(str(tmp_path / "tokenizer.json")).decode
     for a, b, text in zip(whole, pieces, given, strict=True):
         assert decode(a.tolist()) == decode(b.tolist()) == text

@@ -164,6 +164,7 @@ def prepare(
         job = Job(
             source,
             folder,
+            facts.sha256,
             facts.bos_id,
             "uint16" if facts.vocab_size <= 1 << 16 else "uint32",
             preparation.held_out,

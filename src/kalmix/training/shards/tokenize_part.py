@@ -29,6 +29,7 @@ class Job(NamedTuple):
     Attributes:
         source: the documents.
         output: folder of the shards, with the tokenizer.
+        tokenizer_sha256: hash of tokenizer.json.
         bos_id: token that begins each document.
         dtype: "uint16" or "uint32".
         held_out: fraction of the documents to hold out.
@@ -38,6 +39,7 @@ class Job(NamedTuple):
 
     source: Source
     output: Path
+    tokenizer_sha256: str
     bos_id: int
     dtype: str
     held_out: float
@@ -104,7 +106,7 @@ def tokenize_part(job: Job, part: Part, advance: Callable[[Advance], None]) -> N
     done = finished(job, part.number)
     if done and done[-1].last:
         return
-    encode = make_encoder(job.output / TOKENIZER)
+    encode = make_encoder(job.output / TOKENIZER, job.tokenizer_sha256)
     shards = _OpenShards(job, part.number, len(done))
     read = done[-1].read if done else 0
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,7 +88,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, bos: str | 
     return TokenizerFacts(digest, len(tokenizer), bos_id)
 
 
-def make_encoder(folder: Path) -> Callable[[list[str]], Iterator[np.ndarray]]:
+@lru_cache(maxsize=1)  # a tokenizer that has encoded a text keeps memory when it is deleted (tokenizers 0.23)
+def make_encoder(folder: Path, sha256: str) -> Callable[[list[str]], Iterator[np.ndarray]]:
     """Return a function that encodes texts one by one to arrays of ids, without special tokens.
 
     Special tokens that a text spells out, such as `<|endoftext|>`, are encoded as ordinary text. Texts of more than
@@ -95,6 +97,7 @@ def make_encoder(folder: Path) -> Callable[[list[str]], Iterator[np.ndarray]]:
 
     Args:
         folder: folder with tokenizer.json.
+        sha256: its hash. The function for the last folder and hash is kept.
     """
     with optional_imports():
         from tokenizers import Tokenizer
