@@ -68,7 +68,7 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
     segments = None if rows is None else Segments.of(torch.tensor(rows, dtype=torch.int32))
 
     whole = x.clone().requires_grad_()
-    expected, _ = layer(whole, None, segments)
+    expected, whole_state = layer(whole, None, segments)
     loss = (expected - target).square().sum()
     loss.backward()
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
@@ -76,7 +76,7 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
     layer.zero_grad(set_to_none=True)
     with ContextParallel(mesh, layout, segments) as cp:
         own = cp.shard(x).requires_grad_()
-        y, _ = layer(own)
+        y, state = layer(own)
         own_loss = (y - cp.shard(target)).square().sum()
         own_loss.backward()
         cp.sum_gradients(layer.parameters())
@@ -92,6 +92,9 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
     check("gradient of x", own.grad, cp.shard(whole.grad))
     for parameter, gradient in gradients.items():
         check(f"gradient of {parameter}", layer.get_parameter(parameter).grad, gradient)
+    if layout == "contiguous" and rows is None and distributed.get_rank() == distributed.get_world_size() - 1:
+        more = torch.randn_like(x[:, :3])
+        check("continued", *(layer(more, after.detach())[0].detach() for after in (state, whole_state)))
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
 
 

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from kalmix import ArgumentError, Segments, checks
 from kalmix.layers import Attention, LinearAttention, packed_attention
-from kalmix.layers.packed_attention import attend_packed
+from kalmix.layers.packed_attention import attend_packed, attend_runs
 
 from .conftest import LAYERS, shake
 
@@ -174,12 +174,16 @@ def test_packed_attention_under_autocast():
 
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
-    """Compute what `torch.nn.attention.varlen.varlen_attn` computes on a GPU."""
-    assert torch.equal(cu_q, cu_k) and cu_q.dtype == torch.int32 and window_size == (-1, 0)
-    lengths = cu_q.diff().tolist()
-    assert sum(lengths) == q.shape[0] and max(lengths) <= max_q == max_k
-    runs = zip(*(x.transpose(0, 1).split(lengths, 1) for x in (q, k, v)), strict=True)
-    parts = [F.scaled_dot_product_attention(*run, is_causal=True, enable_gqa=enable_gqa) for run in runs]
+    """Compute what `torch.nn.attention.varlen.varlen_attn` computes on a GPU: the last query sees all keys."""
+    assert cu_q.dtype == cu_k.dtype == torch.int32 and window_size == (-1, 0)
+    queries, keys = cu_q.diff().tolist(), cu_k.diff().tolist()
+    assert sum(queries) == len(q) and sum(keys) == len(k) and max(queries) <= max_q and max(keys) <= max_k
+    split = (x.transpose(0, 1).split(lengths, 1) for x, lengths in ((q, queries), (k, keys), (v, keys)))
+    masks = (torch.ones(n, m, dtype=torch.bool).tril(m - n) for n, m in zip(queries, keys, strict=True))
+    parts = [
+        F.scaled_dot_product_attention(*run, attn_mask=mask, enable_gqa=enable_gqa)
+        for *run, mask in zip(*split, masks, strict=True)
+    ]
     return torch.cat(parts, 1).transpose(0, 1)
 
 
@@ -189,6 +193,31 @@ def test_flash_attention_receives_sequences_that_cover_the_batch(monkeypatch):
     monkeypatch.setattr(packed_attention, "_can_use_flash", lambda q: True)
     monkeypatch.setattr(packed_attention, "_FLASH", {"attend": varlen_attention, "shared": {"enable_gqa": True}})
     torch.testing.assert_close(attend_packed(*inputs, PACKED, ids)[ids >= 0], expected[ids >= 0])
+
+
+RUNS = [(0, 0, 3), (0, 5, 8), (1, 2, 2), (1, 4, 8)], [(0, 0, 3), (0, 4, 10), (1, 0, 0), (1, 1, 12)]
+
+
+@pytest.mark.parametrize("flash", [False, True])
+def test_runs_attend_to_earlier_keys_of_their_documents(flash, monkeypatch):
+    q, k, v = torch.randn(2, 8, 4, 8), torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 8)
+    expected = torch.zeros_like(q)
+    for (row, start, stop), (_, first, last) in zip(*RUNS, strict=True):
+        for t in range(start, stop):
+            own = slice(first, last - (stop - 1 - t))
+            key, value = (x[row, own].repeat_interleave(2, 1) for x in (k, v))
+            scores = torch.einsum("hw,shw->hs", q[row, t], key) / math.sqrt(8)
+            expected[row, t] = torch.einsum("hs,shw->hw", scores.softmax(1), value)
+    monkeypatch.setattr(packed_attention, "_can_use_flash", lambda q: flash)
+    monkeypatch.setattr(packed_attention, "_FLASH", {"attend": varlen_attention, "shared": {"enable_gqa": True}})
+    torch.testing.assert_close(attend_runs(q, k, v, *RUNS), expected)
+
+
+def test_a_rank_without_tokens_still_has_gradients_of_keys():
+    q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
+    output = attend_runs(q, k, v, [(0, 0, 0)], [(0, 0, 0)])
+    output.sum().backward()
+    assert float(output.detach().abs().sum()) == 0 and k.grad is not None and v.grad is not None
 
 
 def test_flash_attention_is_loaded_where_pytorch_has_it(monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -106,8 +106,41 @@ def past_tokens() -> Tensor | None:
     return None if call is None else call.past
 
 
-def entry_keys(k: Tensor, v: Tensor) -> HistoryBelief:
-    """Return keys and values of the tokens before each run of this rank, in an active context; see `entry_history`."""
+class SharedKeys(NamedTuple):
+    """Keys and values of all ranks, and the runs of this rank.
+
+    Attributes:
+        keys, values: `[B, S, G, W]`, of the whole sequences.
+        queries: (batch row, start, stop) of each run in the tokens of this rank.
+        visible: (batch row, start, stop) of its keys in the whole sequences: its document, up to its last token.
+    """
+
+    keys: Tensor
+    values: Tensor
+    queries: list[tuple[int, int, int]]
+    visible: list[tuple[int, int, int]]
+
+    def positions(self) -> Tensor:
+        """Return the position of each token in the document of each run, int64 `[N, B * S]`; -1 if not visible."""
+        batch, length = self.keys.shape[:2]
+        token = torch.arange(batch * length, device=self.keys.device)
+        row, start, stop = torch.tensor(self.visible, device=token.device).unbind(1)
+        first, end = (x[:, None] for x in (row * length + start, row * length + stop))
+        return torch.where((token >= first) & (token < end), token - first, -1)
+
+
+def share_keys(k: Tensor, v: Tensor) -> SharedKeys | None:
+    """Return the keys and values of all ranks, given those of this rank; `None` without an active context.
+
+    Args:
+        k, v: `[B, T, G, W]`.
+    """
     call = active_call()
-    assert call is not None
-    return entry_history(call, k, v, None)
+    if call is None:
+        return None
+    call.participants += 1
+    size = call.context.placement.span_length(call.length)
+    keys, values = (torch.cat(x, 1) for x in call.gather_spans([torch.cat(x.split(size, 1)) for x in (k, v)]))
+    runs = call.runs.every
+    visible = [(x.row, x.document, x.document + x.past + x.stop - x.start) for x in runs]
+    return SharedKeys(keys, values, [(x.row, x.start, x.stop) for x in runs], visible)

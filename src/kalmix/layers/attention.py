@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
-from kalmix.distributed.entry import entry_keys, past_tokens
+from kalmix.distributed.entry import past_tokens, share_keys
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
-from kalmix.layers.packed_attention import attend_packed, load_flash_attention
+from kalmix.layers.packed_attention import attend_packed, attend_runs, load_flash_attention
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
@@ -175,10 +175,12 @@ class Attention(Mixer):
         q, k, v = self._heads(mask_outside(x, segment_ids))
         q, k = (apply_rotary(x, position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         new = AttentionState(k, v, position)
-        if previous is None and offset is not None:  # tokens of other ranks
-            history = entry_keys(k, v)
-            previous = AttentionState(history.keys, history.values, history.positions)
-        if segments is None or segment_ids is None:
+        shared = share_keys(k, v) if previous is None else None  # with other ranks
+        if shared is not None:
+            output, positions = attend_runs(q, *shared), shared.positions()
+            keys, values = (x.flatten(0, 1).expand(len(positions), *[-1] * 3) for x in shared[:2])
+            final = AttentionState(keys, values, positions)
+        elif segments is None or segment_ids is None:
             output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
         elif previous is None:
             if self.implementation == "eager":

@@ -1,8 +1,10 @@
-"""Causal softmax attention among the tokens of each packed sequence, in memory linear in the number of tokens."""
+"""Causal softmax attention within packed sequences, and of runs of tokens to keys of other ranks."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -49,6 +51,54 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
     row, start = segments.rows[:, :2].long().unbind(1)
     reached = not_finite[:, 1:] > not_finite[row, start][segment_ids.clamp(min=0)]
     return output + torch.zeros_like(reached, dtype=output.dtype).masked_fill(reached, torch.nan)[..., None, None]
+
+
+Run = tuple[int, int, int]  # batch row, first token, token after the last
+
+
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[Run], visible: Sequence[Run]) -> Tensor:
+    """Compute causal softmax attention of runs of tokens to the keys of their documents.
+
+    Args:
+        q: queries `[B, T, H, W]`.
+        k: keys `[B, S, G, W]`. G divides H.
+        v: values `[B, S, G, W]`. Queries and keys are converted to their dtype.
+        queries: the runs in `q`.
+        visible: the tokens in `k` that the last query of each run attends to; each earlier query has one less.
+
+    Returns:
+        `[B, T, H, W]`, 0 outside the runs.
+
+    Complexity: memory linear in the number of queries and of keys, on a GPU in half precision.
+    """
+    q, k = q.to(v.dtype), k.to(v.dtype)
+    batch, length = q.shape[:2]
+    flat = q.new_zeros(batch * length, *q.shape[2:])
+    pairs = [(x, y) for x, y in zip(queries, visible, strict=True) if x[1] < x[2]]
+    if not pairs:
+        return (flat + 0 * (k.sum() + v.sum())).view(q.shape)  # ranks wait for the gradients of each other
+    query = [q[row, start:stop] for (row, start, stop), _ in pairs]
+    key, value = ([x[row, start:stop] for _, (row, start, stop) in pairs] for x in (k, v))
+    if _can_use_flash(q):
+        bounds, lengths = [], []
+        for parts in (query, key):
+            lengths.append([len(x) for x in parts])
+            bounds.append(torch.tensor([0, *accumulate(lengths[-1])], dtype=torch.int32, device=q.device))
+        options = {"window_size": (-1, 0), **(_FLASH["shared"] if q.shape[2] != k.shape[2] else {})}
+        tensors = [torch.cat(x) for x in (query, key, value)]
+        output = _FLASH["attend"](*tensors, *bounds, *map(max, lengths), **options)
+    else:
+        output = torch.cat([_attend_to_earlier(*x) for x in zip(query, key, value, strict=True)])
+    index = [torch.arange(row * length + start, row * length + stop) for (row, start, stop), _ in pairs]
+    return flat.index_copy(0, torch.cat(index).to(q.device), output).view(q.shape)
+
+
+def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Compute causal attention of queries `[L, H, W]`, the last of which attends to all keys `[S, G, W]`."""
+    mask = torch.ones(len(q), len(k), dtype=torch.bool, device=q.device).tril(len(k) - len(q))
+    grouped = q.shape[1] != k.shape[1]
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)[0].transpose(0, 1)
 
 
 def sequence_bounds(segments: Segments, batch: int, length: int) -> Tensor:
