@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kalmix import ArgumentError, Segments
 from kalmix.distributed import ContextParallel
 from kalmix.distributed.layout import LAYOUTS
-from kalmix.layers import KLA, RecurrentFilterAttention
+from kalmix.layers import KLA, AdaptiveFilterAttention, RecurrentFilterAttention
 
 WIDTH = {"attention-grouped": 16}
 # Documents of two rows of 24 tokens: they begin and end inside of ranks and between them, and padding lies between.
@@ -26,6 +26,7 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     """Run all quick checks in one group of processes, since starting them takes longest."""
     start(rank, world, folder)
     compare_layers(world, names, torch.float64, 1e-9, (("contiguous", None), ("head-tail", PACKED)))
+    compare_times(world)
     refuse(world)
     distributed.destroy_process_group()
 
@@ -96,6 +97,22 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
         more = torch.randn_like(x[:, :3])
         check("continued", *(layer(more, after.detach())[0].detach() for after in (state, whole_state)))
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
+
+
+def compare_times(world: int) -> None:
+    """Compare a layer in continuous time, with the times and horizons of tokens of this rank."""
+    mesh = init_device_mesh("cpu", (world,))
+    torch.manual_seed(0)
+    layer, x = AdaptiveFilterAttention(12, heads=2).double(), torch.randn(2, 24, 12, dtype=torch.float64)
+    times, horizon = torch.rand(2, 2, 24, dtype=torch.float64)
+    segments = Segments.of(torch.tensor(PACKED))
+    for layout in LAYOUTS:
+        for given in (None, segments):
+            later = times.cumsum(1)
+            expected = layer(x, None, given, times=later, horizon=horizon)[0]
+            with ContextParallel(mesh, layout, given) as cp, torch.no_grad():
+                own = {"times": cp.shard(later), "horizon": cp.shard(horizon)}
+                torch.testing.assert_close(cp.unshard(layer(cp.shard(x), **own)[0]), expected)
 
 
 def refuse(world: int) -> None:

@@ -1,14 +1,18 @@
 """Context parallelism: every layer gives the outputs and gradients of one process, or refuses."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from layers.conftest import LAYERS
 from torch import multiprocessing
 
 from distributed import ranks
-from kalmix import Segments
+from kalmix import Segments, layers
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
 from kalmix.models import KalmixConfig
+from kalmix.ops import OPS
 
 REFUSING = "recurrent-afa"
 FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", "attention"]
@@ -81,3 +85,13 @@ def test_padding_alone_is_one_empty_run():
     runs = find_runs(Placement(1, 2, "contiguous"), 1, 8, [(0, 0, 5)])
     assert [(x.start, x.stop, x.past) for x in runs.every] == [(0, 0, 0)]
     assert [(x.start, x.stop) for x in runs.tails] == [(8, 8)]
+
+
+def test_layers_call_ops_that_take_part():
+    folder = Path(layers.__file__).parent
+    sources = {path.name: path.read_text() for path in folder.glob("*.py")}
+    assert len(sources) > 20
+    direct = re.compile(r"^from kalmix import .*\bops\b|^import kalmix$|^from kalmix.filtering", re.MULTILINE)
+    assert not [name for name, source in sources.items() if direct.search(source)]
+    calls = {name for source in sources.values() for name in re.findall(r"[^.]\bops\.(\w+)\(", source)}
+    assert calls == {*OPS, "attend_radial", "filter", "diagonal_matrix"}
