@@ -19,7 +19,8 @@ def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> 
     """Return the belief before each run of this rank.
 
     Each rank computes the update by the last run of its spans, and receives those of the others. It combines those of
-    the earlier spans, last ones first, and applies the result. A run that begins a document makes its update constant.
+    the earlier spans, last ones first, and applies the result. A run that begins a document makes its update constant,
+    as all are in the first span.
 
     Args:
         call: the call of the layer.
@@ -36,14 +37,16 @@ def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> 
     prior = op.prior(v, sizes | {"N": len(call.runs.tails)})
     kind = type(update)
     update = _select(call.starts, kind.constant(update.apply(prior)), update)
-    spans = [kind(*x) for x in zip(*call.gather_spans(list(update)), strict=True)]
+    copies = len(call.context.placement.held)  # one for each span of this rank
+    gathered = zip(*call.gather_spans(list(update)), strict=True)
+    first, *later = [kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in span)) for span in gathered]
     held = torch.tensor(call.context.placement.held, device=v.device).repeat_interleave(call.batch)
-    copies = len(call.context.placement.held)
     total = kind.identity(prior)
-    for index in reversed(range(max(1, len(spans) - 1))):
-        span = kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in spans[index]))
-        total = _select(held > index, span.then(total), total)
-    return call.select(total.apply(prior), op.prior(v, sizes | {"N": call.sequences}))
+    for index in reversed(range(1, len(later))):  # nothing follows the last span
+        span = later[index - 1]
+        total = _select(held > index, span if index == len(later) - 1 else span.then(total), total)
+    total = total.apply(first.apply(prior))
+    return call.select(total, op.prior(v, sizes | {"N": call.sequences}))
 
 
 def _select(condition: Tensor, yes: Any, no: Any) -> Any:
