@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 
 from kalmix.beliefs import DenseBelief, detach, loadable, take, to
 from kalmix.errors import ArgumentError
@@ -20,6 +21,8 @@ from kalmix.ops._shared.update import check_update_tokens, identity_matrix, mult
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 from kalmix.validation import check_range
+
+SPAN = 4096  # tokens whose information is summed at once
 
 
 @loadable
@@ -178,14 +181,43 @@ def dense(
     assert var is not None
     predicted = torch.where(is_first, pad(predictors, (sizes["V"], 0)), _shift(after, 1))
     memory_var = torch.where(is_first, 0.0, _shift(var, 1))[..., 0]
-    diffusion = process_noise * keys.square().sum(-1)
+    diffusing = keys if angle is None else keys[..., : sizes["K"] // 2]
+    diffusion = process_noise * diffusing.square().sum(-1)
     weight = 1 / (obs_noise + diffusion + memory_var)  # inverse variance of the innovation
-    innovation = (observed - predicted).double()
-    sensitivity = -innovation[..., sizes["V"] :]
-    sums = additive(sensitivity, sensitivity, innovation, gain=weight.double(), segments=segments).belief.mean
+    innovation = observed - predicted
+    sums = _sum_information(innovation, weight, sizes["V"], segments)
     mean, transition = final.mean.split([sizes["V"], sizes["K"]], -1)
     information = -symmetrize(sums[..., sizes["V"] :])
     return DenseUpdate(transition, final.covariance, information, mean, sums[..., : sizes["V"]])
+
+
+def _sum_information(innovation: Tensor, weight: Tensor, width: int, segments: Segments | None) -> Tensor:
+    """Return [eta, -J] of each sequence, `[N, G, K, V + K]`, in float64.
+
+    Args:
+        innovation: `[B, T, G, V + K]`, of the values and of zeros; the latter is the negated derivative of a prediction
+            with respect to the memory before the tokens.
+        weight: `[B, T, G]`, inverse variance of the innovations of the values.
+        width: V.
+        segments: runs of tokens that form sequences, or `None`.
+    """
+
+    def add(innovation: Tensor, weight: Tensor) -> Tensor:
+        innovation, weight = innovation.double(), weight.double()
+        sensitivity = -innovation[..., width:]
+        if segments is not None:
+            return additive(sensitivity, sensitivity, innovation, gain=weight, segments=segments).belief.mean
+        return (weight[..., None] * sensitivity).permute(0, 2, 3, 1) @ innovation.transpose(1, 2)
+
+    batch, _, heads, columns = innovation.shape
+    batch = batch if segments is None else segments.count
+    total = innovation.new_zeros(batch, heads, columns - width, columns, dtype=torch.float64)
+    spans = [(innovation, weight)]
+    if segments is None:
+        spans = zip(innovation.split(SPAN, 1), weight.split(SPAN, 1), strict=True)
+    for span in spans:  # float64 copies of tokens are not stored for the backward pass
+        total = total + checkpoint(add, *span, use_reentrant=False, preserve_rng_state=False)
+    return total
 
 
 def _predictors(keys: Tensor, log_decay: Tensor | None, angle: Tensor | None) -> Tensor:
