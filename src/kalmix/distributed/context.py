@@ -36,7 +36,8 @@ class ContextParallel:
       all ranks' losses with respect to its own use of the parameters. `DistributedDataParallel` and FSDP average them
       instead: with these, multiply the loss by the number of ranks.
 
-    Call `backward` inside the context, and run the same layers in the same order on every rank.
+    Call `backward` inside the context, and run the same layers in the same order on every rank. A context can be
+    entered again, in each step.
     docs/context-parallelism.md has the rules and a whole program.
 
     Layers whose belief has a constant size exchange one update per layer (`kalmix.updates`), and the last inputs of a
@@ -125,18 +126,30 @@ class Call:
         segments: runs of this rank as segments; `None` if each batch row is one run.
         tails: runs that may continue in the next span, one for each span and row, as segments; `None` likewise.
         past: int64 `[N]`, number of tokens of the document before each run.
+        document: int64 `[N]`, first token of the document of each run, counted in the whole sequence.
+        row: int64 `[N]`, batch row of each run.
+        entry: int64 `[N]`, index of the span and row of each run, in `[spans * B]`.
+        starts: bool `[spans * B]`, whether the run at the end of each span begins its document.
+        tail_start: int64 `[spans * B]`, first token of that run, counted in the span.
+        held: int64 `[spans * B]`, index of each span among those of all ranks.
+        participants: number of ops that have exchanged something for the layer that is running.
     """
 
     def __init__(self, context: ContextParallel, batch: int, length: int, device: torch.device) -> None:
-        self.context, self.batch, self.length = context, batch, length
-        runs: Runs = find_runs(context.placement, batch, length, context.documents)
-        whole = context.placement.spans == 1 and context.documents is None
-        self.runs = runs
+        placement = context.placement
+        runs: Runs = find_runs(placement, batch, length, context.documents)
+        whole = placement.spans == 1 and context.documents is None
+        size = placement.span_length(length)
+        self.context, self.batch, self.length, self.runs = context, batch, length, runs
         self.segments = None if whole else segments_of(runs.every, device)
         self.tails = None if whole else segments_of(runs.tails, device)
         self.past = torch.tensor([run.past for run in runs.every], device=device)
+        self.document = torch.tensor([run.document for run in runs.every], device=device)
+        self.row = torch.tensor([run.row for run in runs.every], device=device)
         self.entry = torch.tensor([run.span * batch + run.row for run in runs.every], device=device)
         self.starts = torch.tensor([run.past == 0 for run in runs.tails], device=device)
+        self.tail_start = torch.tensor([run.start - run.span * size for run in runs.tails], device=device)
+        self.held = torch.tensor(placement.held, device=device).repeat_interleave(batch)
         self.participants = 0
 
     @property

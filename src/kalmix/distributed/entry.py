@@ -40,11 +40,10 @@ def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> 
     copies = len(call.context.placement.held)  # one for each span of this rank
     gathered = zip(*call.gather_spans(list(update)), strict=True)
     first, *later = [kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in span)) for span in gathered]
-    held = torch.tensor(call.context.placement.held, device=v.device).repeat_interleave(call.batch)
     total = kind.identity(prior)
     for index in reversed(range(1, len(later))):  # nothing follows the last span
         span = later[index - 1]
-        total = _select(held > index, span if index == len(later) - 1 else span.then(total), total)
+        total = _select(call.held > index, span if index == len(later) - 1 else span.then(total), total)
     total = total.apply(first.apply(prior))
     return call.select(total, op.prior(v, sizes | {"N": call.sequences}))
 
@@ -70,10 +69,9 @@ def entry_history(call: Call, k: Tensor, v: Tensor, times: Tensor | None) -> His
     by_span = [torch.cat(x.split(size, 1)) for x in tensors]  # [spans * B, L, ...]
     starts = [placement.held[run.span] * size + run.start % size for run in runs]  # of runs, in the whole sequence
     slots = max(1, *starts, 1)
-    row = torch.tensor([run.row for run in runs], device=v.device)
-    keys, values, *gathered = (torch.cat(x, 1)[:, :slots][row] for x in call.gather_spans(by_span))
+    keys, values, *gathered = (torch.cat(x, 1)[:, :slots][call.row] for x in call.gather_spans(by_span))
     token = torch.arange(slots, device=v.device)
-    first = torch.tensor([run.document for run in runs], device=v.device)[:, None]
+    first = call.document[:, None]
     own = (token >= first) & (token < first + call.past[:, None])
     positions = torch.where(own, token - first, -1)
     keys, values = (torch.where(own[..., None, None], x, 0).to(belief_dtype(v.dtype)) for x in (keys, values))
@@ -98,8 +96,7 @@ def entry_inputs(x: Tensor, count: int) -> Tensor | None:
         problem = f"has {size} tokens in each part of the sequence"
         raise ArgumentError("x", problem=problem, expected=f"at least {count}, the inputs of the short convolution")
     last = torch.cat([span[:, size - count :] for span in x.split(size, 1)])  # [spans * B, count, C]
-    start = torch.tensor([run.start - run.span * size for run in call.runs.tails], device=x.device)
-    inside = torch.arange(size - count, size, device=x.device) >= start[:, None]
+    inside = torch.arange(size - count, size, device=x.device) >= call.tail_start[:, None]
     return call.entries(call.gather_spans([torch.where(inside[..., None], last, 0)]))[0]
 
 
