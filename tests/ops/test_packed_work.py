@@ -8,6 +8,7 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend import chunked
 from kalmix.ops._attend.kv_layout import RANK_STRIDE, make_layout
 from kalmix.ops._attend.scores import ScoreConfig
+from kalmix.ops._attend.visible_slots import KEY_BLOCK
 from kalmix.ops._dense.sequence_batching import SequenceBatch
 from kalmix.ops._shared import batching
 from kalmix.ops._shared.packing import PackedChunks, chunks_by_length
@@ -86,7 +87,7 @@ def test_attend_visits_keys_of_the_sequences_of_a_tile(lengths, causal, window):
         keys = [keys for keys, _ in inputs.key_tiles(queries)]
         needed = int(last[queries].max() - first[queries].min())
         assert keys[0].start <= first[queries].min() and keys[-1].stop >= last[queries].max()
-        assert sum(x.stop - x.start for x in keys) <= needed + 2 * chunked.KEY_BLOCK
+        assert sum(x.stop - x.start for x in keys) <= needed + 2 * KEY_BLOCK
 
 
 @pytest.mark.parametrize("reads_lengths", [True, False])

@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend.assembly import attend_with
 from kalmix.ops._attend.dynamics import times_i
-from kalmix.ops._attend.kv_layout import EMPTY_RANK, KVLayout
+from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.scores import (
     HeadParams,
     ScoreConfig,
@@ -26,13 +25,13 @@ from kalmix.ops._attend.scores import (
     variance_from_log_precision,
 )
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._attend.visible_slots import VisibleSlots
 from kalmix.ops._shared import batching
 from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 QUERY_TILE = 64  # queries of a tile
-KEY_BLOCK = 16  # a tile of queries skips whole blocks of keys
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
@@ -49,8 +48,7 @@ def _attend_tiles(layout: KVLayout, signals: AttendSignals, variance: bool) -> t
 
 
 class _TileInputs(NamedTuple):
-    """Inputs of all tiles: q `[R, H, T, K]`, k `[R, H, S, K]`, v `[R, H, S, V]`, times and ranks `[R, S]`, and the
-    lowest and the highest ranks of blocks of keys, `[R, blocks]`."""
+    """Inputs of all tiles: q `[R, H, T, K]`, k `[R, H, S, K]`, v `[R, H, S, V]`, times and ranks `[R, S]`."""
 
     q: Tensor
     k: Tensor
@@ -59,17 +57,14 @@ class _TileInputs(NamedTuple):
     rank: Tensor
     params: HeadParams
     config: ScoreConfig
-    block_ranks: tuple[Tensor, Tensor]
+    visible_slots: VisibleSlots
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, times: Tensor, rank: Tensor, head_params: Tensor, config: ScoreConfig
     ) -> _TileInputs:
         q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
-        blocks = pad(rank, (0, -rank.shape[1] % KEY_BLOCK), value=EMPTY_RANK).unflatten(1, (-1, KEY_BLOCK))
-        highest = blocks.amax(2)
-        lowest = torch.where(blocks > EMPTY_RANK, blocks, highest[..., None]).amin(2)
-        return cls(q, k, v, times, rank, HeadParams.of(head_params), config, (lowest, highest))
+        return cls(q, k, v, times, rank, HeadParams.of(head_params), config, VisibleSlots(config, rank, q.shape[2]))
 
     def query_tiles(self) -> Iterator[slice]:
         """Return the slices of queries."""
@@ -77,25 +72,21 @@ class _TileInputs(NamedTuple):
 
     def key_tiles(self, queries: slice) -> Iterator[tuple[slice, Tensor]]:
         """Yield slices of keys and their masks (true where masked); on the CPU, skip keys that no query attends to."""
-        start, stop = self.config.slot_range(queries, self.q.shape[2], self.k.shape[2])
-        query_slots = self._query_slots(queries)
-        if self.q.device.type == "cpu":
-            seen = self.config.visible_blocks(self.rank[:, query_slots], *self.block_ranks).nonzero()[:, 0].tolist()
-            first, last = (seen[0] * KEY_BLOCK, (seen[-1] + 1) * KEY_BLOCK) if seen else (stop, start)
-            # Empty slots attend to each other, so that no sum of weights is 0.
-            start, stop = max(start, min(first, query_slots.start)), min(stop, max(last, query_slots.stop))
+        visible, query_slots = self.visible_slots.range(queries), self.visible_slots.query_slots(queries)
         max_elements = batching.MAX_ENTRIES_CPU if self.q.device.type == "cpu" else batching.MAX_ENTRIES_GPU
         size = max(QUERY_TILE, max_elements // (self.q.shape[0] * self.q.shape[1] * QUERY_TILE))
-        for i in range(start, stop, size):
-            keys = slice(i, min(i + size, stop))
-            visible = self.config.visible(self.rank[:, query_slots], self.rank[:, keys])
-            if visible.device.type != "cpu" or bool(visible.any()):
-                yield keys, ~visible
+        for i in range(visible.start, visible.stop, size):
+            keys = slice(i, min(i + size, visible.stop))
+            mask = self.config.visible(self.rank[:, query_slots], self.rank[:, keys])
+            if mask.device.type != "cpu" or bool(mask.any()):
+                yield keys, ~mask
 
     def scores(self, queries: slice, keys: slice) -> Scores:
         """Compute the scores of a tile."""
         q, k = self.q[:, :, queries], self.k[:, :, keys]
-        lag = (self.times[:, self._query_slots(queries), None] - self.times[:, None, keys]).to(q.dtype)[:, None]
+        lag = (self.times[:, self.visible_slots.query_slots(queries), None] - self.times[:, None, keys]).to(q.dtype)[
+            :, None
+        ]
         squared_norms = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
         return Scores.of(self.params, self.config, lag, q @ k.mT, *squared_norms)
 
@@ -105,11 +96,6 @@ class _TileInputs(NamedTuple):
         lag = (time[:, :, -slot.shape[2] :] - time.gather(2, slot)).to(self.q.dtype)[..., None]
         squared_norms = (x.square().sum(-1, keepdim=True) for x in (self.q, key))
         return Scores.of(self.params, self.config, lag, (self.q * key).sum(-1, keepdim=True), *squared_norms)
-
-    def _query_slots(self, queries: slice) -> slice:
-        """Return the slots of queries."""
-        past_length = self.k.shape[2] - self.q.shape[2]
-        return slice(past_length + queries.start, past_length + queries.stop)
 
 
 class _SumCorrection(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.ops._attend.scores import ScoreConfig
+from kalmix.ops._attend.visible_slots import VisibleSlots
 from kalmix.ops._shared import batching
 from kalmix.validation import in_transform
 
@@ -16,8 +17,8 @@ from kalmix.validation import in_transform
 def map_query_blocks(
     attend_block: Callable[[slice, slice], tuple[Tensor, ...]],
     config: ScoreConfig,
-    like: Tensor,
-    num_slots: int,
+    rank: Tensor,
+    tokens: int,
     elements_per_query: int,
 ) -> tuple[Tensor, ...]:
     """Call `attend_block` on blocks of queries and concatenate the outputs along dim 1.
@@ -25,19 +26,16 @@ def map_query_blocks(
     Args:
         attend_block: computes outputs from a slice of queries and a slice of slots.
         config: mask of the scores, from which the slots of a block follow.
-        like: tensor `[R, T, ...]` with one entry per query.
-        num_slots: number of slots of keys.
+        rank: ranks of slots, `[R, S]`.
+        tokens: number of queries of a row.
         elements_per_query: size of the largest intermediate per query; it limits the number of queries of a block.
     """
-    max_elements, tokens = (
-        batching.MAX_ENTRIES_CPU if like.device.type == "cpu" else batching.MAX_ENTRIES_GPU,
-        like.shape[1],
-    )
+    max_elements = batching.MAX_ENTRIES_CPU if rank.device.type == "cpu" else batching.MAX_ENTRIES_GPU
     size = max(1, max_elements // elements_per_query)
-    outputs = []
+    outputs, visible_slots = [], VisibleSlots(config, rank, tokens)
     for start in range(0, tokens, size):
         queries = slice(start, min(start + size, tokens))
-        keys = slice(*config.slot_range(queries, tokens, num_slots))
+        keys = visible_slots.range(queries)
         if in_transform():  # checkpointing does not support transforms
             outputs.append(attend_block(queries, keys))
         else:

@@ -106,9 +106,7 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
         radial_share = u.unflatten(-1, (2, -1)).square().sum(-2).repeat(1, 1, 1, 2)  # squared component of each channel
         return mean.transpose(1, 2), torch.lerp(variances[1], variances[0], radial_share).transpose(1, 2)
 
-    return map_query_blocks(
-        attend_block, config, times[:, past_length:], k.shape[2], q.shape[0] * q.shape[1] * k.shape[2]
-    )
+    return map_query_blocks(attend_block, config, rank, q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
 
 
 def _direction(x: Tensor) -> Tensor:

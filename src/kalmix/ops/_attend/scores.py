@@ -24,7 +24,7 @@ from kalmix.ops._attend.dynamics import (
     kappa_without_checks,
     zero_with_grad,
 )
-from kalmix.ops._attend.kv_layout import EMPTY_RANK, RANK_STRIDE
+from kalmix.ops._attend.kv_layout import RANK_STRIDE
 
 
 class NoiseParams(NamedTuple):
@@ -65,18 +65,6 @@ class ScoreConfig(NamedTuple):
         bounds = (x.contiguous() for x in (last, query_rank - self.window))
         count_to_last, count_before = (torch.searchsorted(ranks, x, right=True) for x in bounds)
         return count_to_last > count_before
-
-    def visible_blocks(self, query_rank: Tensor, lowest: Tensor, highest: Tensor) -> Tensor:
-        """Return which of P blocks of keys some of the queries `[R, t]` may attend to, `[P]`.
-
-        `lowest` and `highest` are the ranks of a block, `[R, P]`. Empty slots do not count.
-        """
-        occupied = query_rank > EMPTY_RANK
-        last = torch.where(occupied, query_rank, EMPTY_RANK).amax(1, keepdim=True)
-        first = torch.where(occupied, query_rank, last).amin(1, keepdim=True)
-        future = 0 if self.causal else self.window - 1
-        visible = (last + future >= lowest) & (first - self.window < highest) & (last > EMPTY_RANK)
-        return visible.any(0)
 
     def slot_range(self, queries: slice, tokens: int, slots: int) -> tuple[int, int]:
         """Return the first slot that some of the queries may attend to, and the last one plus 1.

@@ -71,9 +71,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         return mean, variance_from_log_precision(log_precision).transpose(1, 2).repeat(1, 1, 1, 2)
 
     elements_per_query = q.shape[0] * q.shape[1] * k.shape[2] * max(width, q.shape[-1])
-    mean, *output_variance = map_query_blocks(
-        attend_block, config, times[:, past_length:], k.shape[2], elements_per_query
-    )
+    mean, *output_variance = map_query_blocks(attend_block, config, rank, q.shape[2], elements_per_query)
     return mean, output_variance[0] if variance else None
 
 
