@@ -11,12 +11,12 @@ from torch.utils.checkpoint import checkpoint
 
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.ops._diagonal.api import DYNAMICS
+from kalmix.ops._shared.batching import MAX_ENTRIES_CPU, MAX_ENTRIES_GPU
 from kalmix.ops._shared.update import check_update_tokens, to_state_dtype
 from kalmix.ops._shared.validation import check_signal
 from kalmix.segments import Segments, Tiles
 
 TILE = 256  # most tokens of a tile, a power of two
-MAX_ENTRIES = 1 << 22  # cells times tokens that are updated at once
 
 
 @loadable
@@ -138,7 +138,8 @@ def diagonal(
     size = min(TILE, 1 << (sizes["T"] - 1).bit_length())
     tiles = segments.tiles(sizes["B"], sizes["T"], size)
     signals = (k.repeat_interleave(sizes["G"] // sizes["H"], 2), v, precision, log_decay.exp(), process_noise)
-    together = max(1, MAX_ENTRIES // (size * sizes["G"] * sizes["K"] * sizes["V"]))
+    max_entries = MAX_ENTRIES_CPU if k.device.type == "cpu" else MAX_ENTRIES_GPU
+    together = max(1, max_entries // (size * sizes["G"] * sizes["K"] * sizes["V"]))
     parts = []
     for chosen in torch.arange(tiles.token.shape[0], device=k.device).split(together):
         update = partial(_tile_updates, tiles, chosen, size)
