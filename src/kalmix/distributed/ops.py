@@ -31,36 +31,36 @@ def _continue(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any
     return entry_history(call, signals["k"], v, signals.get("times"))
 
 
-def _parallel(function: Callable[..., Filtered], name: str) -> Callable[..., Filtered]:
-    """Return the function of an op, with the belief that a run of this rank starts from."""
+def _parallel(name: str, op: str | None = None) -> Callable[..., Filtered]:
+    """Return a function that calls `kalmix.ops.<name>` with the belief that a run of this rank starts from."""
 
-    @wraps(function)
-    def run(q: Tensor, k: Tensor, v: Tensor, *, belief: Any = None, **arguments: Any) -> Filtered:
+    @wraps(getattr(ops, name))
+    def run(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         call = active_call()
         if call is not None:
-            belief = _continue(call, OPS[name], v, {"k": k, **arguments})
-        return function(q, k, v, belief=belief, **arguments)
+            arguments["belief"] = _continue(call, OPS[op or name], v, {"k": k, **arguments})
+        return getattr(ops, name)(q, k, v, **arguments)
 
     return run
 
 
-additive = _parallel(ops.additive, "additive")
-attend = _parallel(ops.attend, "attend")
-attend_radial = _parallel(ops.attend_radial, "attend")
-delta = _parallel(ops.delta, "delta")
-dense = _parallel(ops.dense, "dense")
-diagonal = _parallel(ops.diagonal, "diagonal")
-ridge = _parallel(ops.ridge, "ridge")
+additive = _parallel("additive")
+attend = _parallel("attend")
+attend_radial = _parallel("attend_radial", "attend")
+delta = _parallel("delta")
+dense = _parallel("dense")
+diagonal = _parallel("diagonal")
+ridge = _parallel("ridge")
 
 
 @wraps(filter_by)
 def filter(  # noqa: A001 - the public name
-    design: Design, q: Tensor, k: Tensor, v: Tensor, *, belief: Any = None, **arguments: Any
+    design: Design, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
 ) -> Filtered:
     """Call `kalmix.filter`."""
     call = active_call()
     if call is not None:
-        options = ("segments", "kernel", "variance")
+        options = ("belief", "segments", "kernel", "variance")
         signals = {name: x for name, x in arguments.items() if name not in options}
-        belief = _continue(call, OPS[design.op], v, {"k": k, **lower(design, k, v, signals)})
-    return filter_by(design, q, k, v, belief=belief, **arguments)
+        arguments["belief"] = _continue(call, OPS[design.op], v, {"k": k, **lower(design, k, v, signals)})
+    return filter_by(design, q, k, v, **arguments)
