@@ -73,6 +73,16 @@ class Manifest:
         licences: licences of the source, as given.
         skipped: damaged documents that were left out.
         shards: all shards, in the order of the source.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kalmix.training.shards import Manifest, Preparation, prepare
+        >>> Path("corpus").mkdir()
+        >>> for n in range(50):
+        ...     _ = Path(f"corpus/{n}.txt").write_text(f"Document {n}.")
+        >>> _ = prepare(Preparation("corpus", vocab_size=257, held_out=0), "shards")
+        >>> Manifest.load(Path("shards")).count("train", "documents")
+        50
     """
 
     source: str

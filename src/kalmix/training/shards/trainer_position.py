@@ -25,6 +25,19 @@ class DataPosition(TrainerCallback, ExportableState):
 
     Raises:
         ArgumentError: on resuming, without `ignore_data_skip`, or if the position belongs to other data.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from kalmix.training.shards import Order, Preparation, TokenLoader, prepare
+        >>> from kalmix.training.shards.trainer_position import DataPosition
+        >>> Path("corpus").mkdir()
+        >>> for n in range(50):
+        ...     _ = Path(f"corpus/{n}.txt").write_text(f"Document {n}.")
+        >>> _ = prepare(Preparation("corpus", vocab_size=257, held_out=0), "shards")
+        >>> loader = TokenLoader("shards", Order(seq_len=64), batch_size=2)
+        >>> callback = DataPosition(loader)  # Trainer(..., callbacks=[callback])
+        >>> callback.state()["attributes"]["position"] == loader.state_dict()
+        True
     """
 
     def __init__(self, loader: TokenLoader) -> None:
