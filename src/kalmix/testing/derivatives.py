@@ -33,11 +33,20 @@ def _floats(found: Filtered) -> list[Tensor]:
 
 
 def _loss(found: Filtered) -> Tensor:
-    return torch.stack([y.double().square().sum() for y in _floats(found)]).sum() / 2
+    """Return a weighted sum of mean and variance plus half the sum of squares of the belief.
+
+    Mean and variance enter linearly, with weights that bfloat16 can represent: squares would add the rounding of a
+    bfloat16 output to every second derivative.
+    """
+    read = [y for y in (found.mean, found.variance) if y is not None]
+    weights = [(torch.arange(y.numel(), dtype=torch.float64, device=y.device) % 7 - 2).reshape(y.shape) for y in read]
+    linear = [(w * y.double()).sum() for w, y in zip(weights, read, strict=True)]
+    squares = [y.double().square().sum() / 2 for y in _floats(found)[len(read) :]]
+    return torch.stack(linear + squares).sum()
 
 
 def hessian_product(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """Return the Hessian of the sum of squares of all outputs times a direction, by two backward passes."""
+    """Return the Hessian of `_loss` times a direction, by two backward passes."""
     leaves = {name: inputs[name].detach().clone().requires_grad_() for name in direction}
     grads = torch.autograd.grad(_loss(run(inputs | leaves)), list(leaves.values()), create_graph=True)
     slope = torch.stack([(g * d).double().sum() for g, d in zip(grads, direction.values(), strict=True)]).sum()
@@ -59,13 +68,14 @@ def jvp(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
 
 
 def curvature(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
-    """Return the second derivative of the sum of squares along a direction, by `torch.func.hessian`."""
+    """Return the second derivative of `_loss` along a direction, by `torch.func.hessian`."""
 
     def loss(step: Tensor) -> Tensor:
         return _loss(run(inputs | {name: inputs[name] + (step * x).to(x) for name, x in direction.items()}))
 
     step = torch.zeros((), dtype=torch.float64, device=next(iter(direction.values())).device)
-    return [torch.func.hessian(loss)(step)]
+    least_precise = max((x.dtype for x in direction.values()), key=lambda dtype: torch.finfo(dtype).eps)
+    return [torch.func.hessian(loss)(step).to(least_precise)]  # gradients with respect to inputs have their precision
 
 
 def batched(run: Run, inputs: Tensors, direction: Tensors) -> list[Tensor]:
