@@ -85,8 +85,8 @@ def test_a_run_ends_by_its_deadline_and_continues(kalmix, tmp_path: Path) -> Non
     file = lines(tmp_path / "cells.jsonl", line(layer="linear-attention"), long, line(layer="linear-attention", seed=1))
     output, began = tmp_path / "out", time.monotonic()
     asked = ("bench", "run", file, "--devices", "cpu", "--jobs-per-device", 2, "--output", output)
-    result = kalmix(*asked, "--deadline", 10)
-    assert result.status == 3 and time.monotonic() - began < 10, result.errors
+    result = kalmix(*asked, "--deadline", 20)
+    assert result.status == 3 and time.monotonic() - began < 20, result.errors
     assert "2 of 3 cells are finished" in result.output
     (checkpoints,) = (output / "checkpoints").iterdir()
     (newest, *_) = sorted(checkpoints.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))[::-1]

@@ -25,7 +25,7 @@ def command(source: Path, output: Path) -> list[str]:
 
 def finished_shards(output: Path) -> set[str]:
     """Return the names of the shards that have a record."""
-    records = [json.loads(path.read_text()) for path in (output / "parts").glob("*.json")]
+    records = [json.loads(path.read_text()) for path in (output / "parts").glob("[!.]*.json")]
     return {shard["file"] for record in records for shard in record["shards"]}
 
 
