@@ -17,7 +17,7 @@ Example:
     torch.Size([2, 16, 64])
 """
 
-from kalmix import designs, ops, updates
+from kalmix import designs, ops, steps, updates
 from kalmix._oracle import oracle
 from kalmix.beliefs import DenseBelief, DiagonalBelief, HistoryBelief, PointBelief, RidgeBelief
 from kalmix.designs import Design
@@ -47,5 +47,6 @@ __all__ = [
     "filter",
     "ops",
     "oracle",
+    "steps",
     "updates",
 ]

@@ -20,5 +20,5 @@ class AdditiveSignals(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor | None
-    gain: Tensor | None
+    log_decay: Tensor | None = None
+    gain: Tensor | None = None

@@ -21,4 +21,4 @@ class DeltaSignals(NamedTuple):
     k: Tensor
     v: Tensor
     gain: Tensor
-    log_decay: Tensor | None
+    log_decay: Tensor | None = None

@@ -1,0 +1,149 @@
+"""Steps of all ops: a server's batches over a pool of slots agree with filtering each sequence alone.
+
+Without a GPU, Triton's interpreter runs the kernels.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from kalmix import steps
+from kalmix.errors import ArgumentError
+from kalmix.ops import OPS
+from kalmix.testing.scheduler import check_steps, make_workload
+from kalmix.testing.tolerances import budgets
+from kalmix.types import belief_dtype, replace_fields
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+KERNELS = ["torch", "triton"] if find_spec("triton") else ["torch"]
+HALF = torch.bfloat16
+SEQUENCES, TOKENS = 5, 6
+
+
+def normal(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def tokens(heads, keys, width, seed=0):
+    """Return q, k and v of `SEQUENCES` sequences, with keys of norm 1."""
+    shared, own = heads
+    q, k = (
+        torch.nn.functional.normalize(normal(SEQUENCES, TOKENS, shared, keys, seed=seed + i), dim=-1) for i in (1, 2)
+    )
+    return q, k, normal(SEQUENCES, TOKENS, own, width, seed=seed + 3)
+
+
+def gate(*shape, seed):
+    return normal(SEQUENCES, TOKENS, *shape, seed=seed).sigmoid()
+
+
+def memory_problem(op, heads, keys, width, gain=None, decay=None):
+    """Return signals and a prior of `additive` or `delta`, with gains and decays per "head", per "key" or absent."""
+    q, k, v = tokens(heads, keys, width)
+    shapes = {"head": (heads[1],), "key": (heads[1], keys)}
+    gains = None if gain is None else gate(heads[1], seed=4)
+    if gain == "key":
+        gains = gains[..., None] * k.repeat_interleave(heads[1] // heads[0], 2)
+    decays = None if decay is None else -gate(*shapes[decay], seed=5)
+    kind = {"additive": steps.AdditiveSignals, "delta": steps.DeltaSignals}[op]
+    prior = OPS[op].belief(normal(SEQUENCES, heads[1], keys, width))
+    return kind(q=q, k=k, v=v, gain=gains, log_decay=decays), prior
+
+
+PROBLEMS = {
+    "additive": lambda: memory_problem("additive", (1, 2), 5, 18),
+    "additive-gains": lambda: memory_problem("additive", (2, 2), 3, 4, "head", "head"),
+    "additive-keys": lambda: memory_problem("additive", (1, 1), 65, 3, None, "key"),
+    "delta": lambda: memory_problem("delta", (2, 4), 5, 18, "head", "head"),
+    "delta-keys": lambda: memory_problem("delta", (1, 2), 3, 7, "key", "key"),
+    "delta-still": lambda: memory_problem("delta", (1, 1), 130, 1, "head"),
+}
+
+
+def problem(name, dtype):
+    """Return the op, its step, signals in a dtype, and a prior in the dtype of its beliefs."""
+    op = name.partition("-")[0]
+    signals, prior = PROBLEMS[name]()
+    kinds = {"q": dtype, "k": dtype, "v": dtype}
+    fields = {
+        field: x.to(DEVICE, kinds.get(field, belief_dtype(dtype)))
+        for field, x in signals._asdict().items()
+        if isinstance(x, torch.Tensor)
+    }
+    return op, replace_fields(signals, **fields), prior.to(DEVICE, belief_dtype(dtype))
+
+
+def exact(op, signals, prior):
+    """Filter in float64 with the kernel `reference`."""
+    return getattr(import_module(f"kalmix.ops._{op}.reference"), op)(signals, prior, None)
+
+
+def to_float64(signals):
+    fields = signals._asdict().items()
+    return replace_fields(signals, **{name: x.double() for name, x in fields if isinstance(x, torch.Tensor)})
+
+
+def tolerances(op, signals, prior, dtype):
+    """Return the change of the exact results when inputs are rounded a few times, relative."""
+    fields = {name: x.double().cpu() for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
+    inputs = fields | {f"prior.{name}": x.double().cpu() for name, x in zip(prior._fields, prior, strict=True)}
+
+    def outputs(inputs):
+        belief = type(prior)(*(inputs[f"prior.{name}"] for name in prior._fields))
+        result = exact(op, replace_fields(signals, **{name: inputs[name] for name in fields}), belief)
+        return [x for x in result[:2] if x is not None] + list(result.belief)
+
+    state = belief_dtype(dtype)
+    return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float64, HALF])
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype):
+    op, signals, prior = problem(name, dtype)
+
+    def alone(signals, prior):
+        return exact(op, to_float64(signals), prior.to(torch.float64))
+
+    step = partial(getattr(steps, op), kernel=kernel)
+    check_steps(step, alone, make_workload(signals, prior), tolerances(op, signals, prior, dtype))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", [name for name in PROBLEMS if "-" not in name])
+def test_steps_read_strided_signals_and_pools(name, kernel):
+    op, signals, prior = problem(name, torch.float32)
+    rows = torch.arange(3, device=DEVICE)
+    one = {name: x[rows, :1] for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
+    strided = {name: torch.stack([x, x], 1)[:, 1] for name, x in one.items()}
+    strided |= {name: torch.cat([x, x], -1)[..., : x.shape[-1]] for name, x in one.items() if x.ndim == 4}
+    pools = [
+        type(prior)(*(x.clone() for x in prior)),
+        type(prior)(*(torch.stack([x, x], 1)[:, 1] for x in prior)),
+    ]
+    slots = steps.Slots(rows + 1, rows + 1)
+    step = partial(getattr(steps, op), slots=slots, kernel=kernel)
+    results = [
+        step(replace_fields(signals, **fields), pool) for fields, pool in zip((one, strided), pools, strict=True)
+    ]
+    assert torch.equal(results[0].mean, results[1].mean)
+    assert all(map(torch.equal, *pools))
+
+
+def test_slots_that_conflict_are_refused():
+    def check(read, write, count=4):
+        steps.check_slots(steps.Slots(torch.tensor(read), torch.tensor(write)), count)
+
+    check([0, 1, 3, -1, -1], [0, 2, -1, 0, -1])
+    with pytest.raises(ArgumentError, match=r"`slots.write` has slot 2 in rows 0 and 1"):
+        check([0, 1], [2, 2])
+    with pytest.raises(ArgumentError, match=r"`slots.read` has slot 0 in row 1, which row 0 writes"):
+        check([0, 0], [0, 1])
+    with pytest.raises(ArgumentError, match=r"`slots.read` has values from 0 to 4; expected slots from 0 to 3, or -1"):
+        check([0, 4], [0, 1])
