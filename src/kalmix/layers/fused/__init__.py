@@ -7,6 +7,7 @@ op. `dispatch.py` chooses the form. Layers use the functions; keys of their stat
 from kalmix.layers.fused.activations import ACTIVATIONS as ACTIVATIONS
 from kalmix.layers.fused.convolution import Packing as Packing
 from kalmix.layers.fused.convolution import short_convolution as short_convolution
+from kalmix.layers.fused.convolution_step import short_convolution_step as short_convolution_step
 from kalmix.layers.fused.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from kalmix.layers.fused.gating import swiglu as swiglu
 from kalmix.layers.fused.precision import softplus_precision as softplus_precision
