@@ -13,15 +13,21 @@ in slot `slots.write[b]`.
 - **`out`** is the result of an earlier step. Its mean and variance are overwritten, so a step allocates nothing. Steps
   copy nothing to the host and can be captured in a CUDA graph.
 
-The result of a row depends on its signals and its slot only. On one device and with one kernel its bits do not depend
-on the size of the batch or on other rows. Steps check nothing, have no gradients, and compute in the dtype of the pool:
-float32, or float64.
+The result of a row depends on its signals and its slot only. In kernel "triton" its bits do not depend on the size of
+the batch or on other rows; in kernel "torch", the rounding of matrix products may. Steps check nothing, have no
+gradients, and compute in the dtype of the pool: float32, or float64.
 """
 
 from kalmix.ops._additive.signals import AdditiveSignals as AdditiveSignals
 from kalmix.ops._additive.step import additive as additive
 from kalmix.ops._delta.signals import DeltaSignals as DeltaSignals
 from kalmix.ops._delta.step import delta as delta
+from kalmix.ops._dense.signals import DenseSignals as DenseSignals
+from kalmix.ops._dense.step import dense as dense
+from kalmix.ops._diagonal.signals import DiagonalSignals as DiagonalSignals
+from kalmix.ops._diagonal.step import diagonal as diagonal
+from kalmix.ops._ridge.signals import RidgeSignals as RidgeSignals
+from kalmix.ops._ridge.step import ridge as ridge
 from kalmix.ops._shared.step import NO_SEQUENCE as NO_SEQUENCE
 from kalmix.ops._shared.step import Slots as Slots
 from kalmix.ops._shared.step import check_slots as check_slots

@@ -14,7 +14,7 @@ import torch
 
 from kalmix import steps
 from kalmix.errors import ArgumentError
-from kalmix.ops import OPS
+from kalmix.ops import OPS, Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed
 from kalmix.testing.scheduler import check_steps, make_workload
 from kalmix.testing.tolerances import budgets
 from kalmix.types import belief_dtype, replace_fields
@@ -55,6 +55,38 @@ def memory_problem(op, heads, keys, width, gain=None, decay=None):
     return kind(q=q, k=k, v=v, gain=gains, log_decay=decays), prior
 
 
+def diagonal_problem(heads, keys, width, per_token=False):
+    q, k, v = tokens(heads, keys, width)
+    shape = (SEQUENCES, TOKENS, heads[1], keys, width) if per_token else (heads[1], keys, width)
+    dynamics = -normal(*shape, seed=5).exp(), 0.1 * normal(*shape, seed=6).exp()
+    signals = steps.DiagonalSignals(q, k, v, normal(*v.shape, seed=4).exp(), *dynamics)
+    state = (SEQUENCES, heads[1], keys, width)
+    return signals, OPS["diagonal"].belief(normal(*state, seed=7), normal(*state, seed=8).exp())
+
+
+def covariances(heads, keys, seed):
+    """Return random symmetric positive definite matrices `[SEQUENCES, heads, keys, keys]`."""
+    root = normal(SEQUENCES, heads, keys, keys, seed=seed) / keys**0.5
+    return (root @ root.mT + (root @ root.mT).mT) / 2 + 0.1 * torch.eye(keys, dtype=root.dtype)
+
+
+def ridge_problem(heads, keys, width, full=True):
+    q, k, v = tokens(heads, keys, width)
+    factors = [-gate(heads[1], seed=4), gate(heads[1], seed=5), gate(heads[1], seed=6)] if full else []
+    prior = OPS["ridge"].belief(normal(SEQUENCES, heads[1], keys, width, seed=7), covariances(heads[1], keys, 8))
+    return steps.RidgeSignals(q, k, v, *factors), prior
+
+
+def dense_problem(heads, keys, width, decay=None, rotates=False):
+    q, k, v = tokens(heads, keys, width)
+    noises = gate(heads[1], seed=4), 0.1 * gate(heads[1], seed=5)
+    shape = {"head": (heads[1],), "key": (heads[1], keys // 2 if rotates else keys)}
+    decays = None if decay is None else -gate(*shape[decay], seed=6)
+    angle = normal(SEQUENCES, TOKENS, heads[1], keys // 2, seed=9) if rotates else None
+    prior = OPS["dense"].belief(normal(SEQUENCES, heads[1], keys, width, seed=7), covariances(heads[1], keys, 8))
+    return steps.DenseSignals(q, k, v, *noises, decays, angle), prior
+
+
 PROBLEMS = {
     "additive": lambda: memory_problem("additive", (1, 2), 5, 18),
     "additive-gains": lambda: memory_problem("additive", (2, 2), 3, 4, "head", "head"),
@@ -62,6 +94,17 @@ PROBLEMS = {
     "delta": lambda: memory_problem("delta", (2, 4), 5, 18, "head", "head"),
     "delta-keys": lambda: memory_problem("delta", (1, 2), 3, 7, "key", "key"),
     "delta-still": lambda: memory_problem("delta", (1, 1), 130, 1, "head"),
+    "diagonal": lambda: diagonal_problem((1, 2), 5, 300),
+    "ridge": lambda: ridge_problem((1, 2), 5, 18),
+    "ridge-conjugate": lambda: ridge_problem((2, 2), 17, 3),
+    "ridge-fixed": lambda: ridge_problem((1, 1), 3, 4, full=False),
+    "ridge-exact": lambda: ridge_problem((1, 2), 3, 4, full=False),
+    "ridge-wide": lambda: ridge_problem((1, 1), 130, 3),
+    "dense": lambda: dense_problem((1, 2), 5, 18, "key"),
+    "dense-heads": lambda: dense_problem((2, 2), 17, 3, "head"),
+    "dense-turning": lambda: dense_problem((1, 2), 6, 4, "key", rotates=True),
+    "dense-wide": lambda: dense_problem((1, 1), 130, 3, "key"),
+    "diagonal-tokens": lambda: diagonal_problem((2, 2), 3, 4, per_token=True),
 }
 
 
@@ -78,9 +121,33 @@ def problem(name, dtype):
     return op, replace_fields(signals, **fields), prior.to(DEVICE, belief_dtype(dtype))
 
 
-def exact(op, signals, prior):
+CASES = [(name, dtype) for name in PROBLEMS for dtype in (torch.float64, HALF) if dtype != HALF or "wide" not in name]
+SOLVERS = {  # of "ridge"
+    "ridge-conjugate": {"ridge": Fixed(1.0), "solver": ConjugateGradient(8)},
+    "ridge-fixed": {"ridge": Fixed(5.0), "solver": Chebyshev(8)},
+    "ridge-exact": {"ridge": Adaptive(0.02), "solver": Exact()},
+}
+
+
+def options(name):
+    """Return the options of a step that its kernel `reference` takes, too."""
+    solver = {"ridge": Adaptive(10.0), "solver": Chebyshev(6)}
+    choices = {"ridge": SOLVERS.get(name, solver)}
+    op = name.partition("-")[0]
+    return {} if op in ("additive", "delta") else {"variance": True} | choices.get(op, {})
+
+
+def invariant(signals):
+    """Return the names of signals without a token axis."""
+    shared = isinstance(signals, steps.DiagonalSignals) and signals.log_decay.ndim == 3
+    return ("log_decay", "process_noise") if shared else ()
+
+
+def exact(name, signals, prior):
     """Filter in float64 with the kernel `reference`."""
-    return getattr(import_module(f"kalmix.ops._{op}.reference"), op)(signals, prior, None)
+    op = name.partition("-")[0]
+    function = getattr(import_module(f"kalmix.ops._{op}.reference"), op)
+    return function(signals, prior, None, **options(name))
 
 
 def to_float64(signals):
@@ -88,14 +155,14 @@ def to_float64(signals):
     return replace_fields(signals, **{name: x.double() for name, x in fields if isinstance(x, torch.Tensor)})
 
 
-def tolerances(op, signals, prior, dtype):
+def tolerances(name, signals, prior, dtype):
     """Return the change of the exact results when inputs are rounded a few times, relative."""
     fields = {name: x.double().cpu() for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
     inputs = fields | {f"prior.{name}": x.double().cpu() for name, x in zip(prior._fields, prior, strict=True)}
 
     def outputs(inputs):
         belief = type(prior)(*(inputs[f"prior.{name}"] for name in prior._fields))
-        result = exact(op, replace_fields(signals, **{name: inputs[name] for name in fields}), belief)
+        result = exact(name, replace_fields(signals, **{name: inputs[name] for name in fields}), belief)
         return [x for x in result[:2] if x is not None] + list(result.belief)
 
     state = belief_dtype(dtype)
@@ -103,16 +170,16 @@ def tolerances(op, signals, prior, dtype):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("dtype", [torch.float64, HALF])
-@pytest.mark.parametrize("name", PROBLEMS)
+@pytest.mark.parametrize(("name", "dtype"), CASES)
 def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype):
     op, signals, prior = problem(name, dtype)
 
     def alone(signals, prior):
-        return exact(op, to_float64(signals), prior.to(torch.float64))
+        return exact(name, to_float64(signals), prior.to(torch.float64))
 
-    step = partial(getattr(steps, op), kernel=kernel)
-    check_steps(step, alone, make_workload(signals, prior), tolerances(op, signals, prior, dtype))
+    step = partial(getattr(steps, op), **options(name), kernel=kernel)
+    workload, bounds = make_workload(signals, prior, invariant(signals)), tolerances(name, signals, prior, dtype)
+    check_steps(step, alone, workload, bounds, same_bits=kernel == "triton")
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -120,7 +187,8 @@ def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype)
 def test_steps_read_strided_signals_and_pools(name, kernel):
     op, signals, prior = problem(name, torch.float32)
     rows = torch.arange(3, device=DEVICE)
-    one = {name: x[rows, :1] for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
+    fields = {name: x for name, x in signals._asdict().items() if name not in invariant(signals)}
+    one = {name: x[rows, :1] for name, x in fields.items() if isinstance(x, torch.Tensor)}
     strided = {name: torch.stack([x, x], 1)[:, 1] for name, x in one.items()}
     strided |= {name: torch.cat([x, x], -1)[..., : x.shape[-1]] for name, x in one.items() if x.ndim == 4}
     pools = [
@@ -128,7 +196,7 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
         type(prior)(*(torch.stack([x, x], 1)[:, 1] for x in prior)),
     ]
     slots = steps.Slots(rows + 1, rows + 1)
-    step = partial(getattr(steps, op), slots=slots, kernel=kernel)
+    step = partial(getattr(steps, op), slots=slots, **options(name), kernel=kernel)
     results = [
         step(replace_fields(signals, **fields), pool) for fields, pool in zip((one, strided), pools, strict=True)
     ]

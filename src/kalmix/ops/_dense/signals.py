@@ -23,5 +23,5 @@ class DenseSignals(NamedTuple):
     v: Tensor
     obs_noise: Tensor
     process_noise: Tensor
-    log_decay: Tensor | None
-    angle: Tensor | None
+    log_decay: Tensor | None = None
+    angle: Tensor | None = None

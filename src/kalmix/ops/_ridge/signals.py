@@ -20,6 +20,6 @@ class RidgeSignals(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    log_decay: Tensor | None
-    gain: Tensor | None
-    mix: Tensor | None
+    log_decay: Tensor | None = None
+    gain: Tensor | None = None
+    mix: Tensor | None = None

@@ -88,7 +88,7 @@ def runs_triton(pool: tuple[Any, ...], kernel: str | None) -> bool:
 def step_in_torch(
     kernel: Callable[..., Filtered],
     signals: tuple[Any, ...],
-    pool: Pool,
+    pool: tuple[Any, ...],
     slots: Slots,
     arguments: tuple[Any, ...] = (),
     out: Filtered | None = None,

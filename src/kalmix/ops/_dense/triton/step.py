@@ -1,0 +1,186 @@
+"""Triton kernel of the step of `dense`: one token for each row, in place on a pool of beliefs.
+
+A program predicts, updates and reads the belief of one row and value head. Up to 128 keys the covariance is in
+registers. Wider ones are read three times, in blocks of columns, from their lower triangle. Sizes depend on widths
+only: a row has the same bits in any batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kalmix.beliefs import DenseBelief
+from kalmix.ops._dense.signals import DenseSignals
+from kalmix.ops._shared.step import Slots
+from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
+
+NONE, SCALAR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+
+
+@triton.jit
+def load_transition(
+    log_decay, angle, index, active, dtype: tl.constexpr,
+    K: tl.constexpr, RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr,
+):  # fmt: skip
+    """Load decays, cosines and signed sines of some rows of a memory; row i becomes d (c x_i + s x_partner)."""
+    inside = (index < K) & active
+    decay = tl.full(index.shape, 1.0, dtype)
+    if DECAY == SCALAR:
+        decay *= tl.exp(tl.load(log_decay).to(dtype))
+    if DECAY == VECTOR:
+        decay = tl.exp(tl.load(log_decay + index % RATES, mask=inside, other=0.0).to(dtype))
+    cos, sin = tl.full(index.shape, 1.0, dtype), tl.zeros(index.shape, dtype)
+    if ROTATES:
+        turn = tl.load(angle + index % (K // 2), mask=inside, other=0.0).to(dtype)
+        cos, sin = tl.cos(turn), tl.where(index < K // 2, -tl.sin(turn), tl.sin(turn))
+    return decay, cos, sin
+
+
+@triton.jit
+def load_covariance(
+    at, rows, row_transition, columns, column_transition, noise, active,
+    K: tl.constexpr, LOWER: tl.constexpr, ROTATES: tl.constexpr,
+):  # fmt: skip
+    """Load a block of columns of a covariance and predict it; with `LOWER`, from the lower triangle."""
+    i, j = rows[:, None], columns[None, :]
+    inside = (i < K) & (j < K) & active
+    if LOWER:
+        tile = tl.load(at + tl.maximum(i, j) * K + tl.minimum(i, j), mask=inside, other=0.0)
+    else:
+        tile = tl.load(at + i * K + j, mask=inside, other=0.0)
+    diffuses = i == j
+    if ROTATES:
+        HALF: tl.constexpr = K // 2
+        diffuses = diffuses & (i < HALF)
+        partner_i, partner_j = tl.where(i < HALF, i + HALF, i - HALF), tl.where(j < HALF, j + HALF, j - HALF)
+        cos_i, sin_i = row_transition[1][:, None], row_transition[2][:, None]
+        cos_j, sin_j = column_transition[1][None, :], column_transition[2][None, :]
+        across_j = tl.load(at + i * K + partner_j, mask=inside, other=0.0)
+        across_i = tl.load(at + partner_i * K + j, mask=inside, other=0.0)
+        across_both = tl.load(at + partner_i * K + partner_j, mask=inside, other=0.0)
+        tile = cos_j * (cos_i * tile + sin_i * across_i) + sin_j * (cos_i * across_j + sin_i * across_both)
+    tile *= row_transition[0][:, None] * column_transition[0][None, :]
+    return tile + tl.where(diffuses & inside, noise, 0.0)
+
+
+@triton.jit
+def step_belief(
+    q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, read, write, mean, variance,
+    q_row, q_head, k_row, k_head, v_row, v_head, obs_row, obs_head, process_row, process_head,
+    decay_row, decay_head, angle_row, angle_head, mean_slot, covariance_slot, heads, group,
+    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUES: tl.constexpr,
+    RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr, VARIANCE: tl.constexpr,
+):  # fmt: skip
+    """Predict the belief of a row and head, update it in Joseph form as `joseph_update` does, and read it."""
+    dtype: tl.constexpr = covariances.dtype.element_ty
+    BLOCKS: tl.constexpr = KEYS // COLUMNS
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    source, target = tl.load(read + row).to(tl.int64), tl.load(write + row).to(tl.int64)
+    active, stored = source >= 0, (source >= 0) & (target >= 0)
+    keys = tl.arange(0, KEYS)
+    has_key = (keys < K) & active
+    q += row * q_row + (head // group) * q_head
+    k += row * k_row + (head // group) * k_head
+    log_decay += row * decay_row + head * decay_head
+    angle += row * angle_row + head * angle_head
+    query = tl.load(q + keys, mask=has_key, other=0.0).to(dtype)
+    key = tl.load(k + keys, mask=has_key, other=0.0).to(dtype)
+    observed = tl.load(obs_noise + row * obs_row + head * obs_head).to(dtype)
+    added = tl.load(process_noise + row * process_row + head * process_head).to(dtype)
+    transition = load_transition(log_decay, angle, keys, active, dtype, K, RATES, DECAY, ROTATES)
+
+    at = covariances + source * covariance_slot + head * K * K
+    to = covariances + target * covariance_slot + head * K * K
+    if BLOCKS == 1:
+        tile = load_covariance(at, keys, transition, keys, transition, added, active, K, False, ROTATES)
+        cov_key = tl.sum(tile * key[None, :], 1)
+        gain = cov_key / (tl.sum(key * cov_key, 0) + observed)
+        tile -= gain[:, None] * cov_key[None, :]
+        cross = tl.sum(tile * key[None, :], 1) - gain * observed
+        tile -= cross[:, None] * gain[None, :]
+        tile = (tile + tl.trans(tile)) * 0.5
+        spread = tl.sum(tl.sum(tile * query[None, :], 1) * query, 0)
+        tl.debug_barrier()  # every warp has read the old covariance
+        inside = (keys[:, None] < K) & (keys[None, :] < K) & stored
+        tl.store(to + keys[:, None] * K + keys[None, :], tile, mask=inside)
+    else:
+        cov_key = tl.zeros([KEYS], dtype)
+        for block in range(BLOCKS):
+            columns = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            cov_key += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
+        gain = cov_key / (tl.sum(key * cov_key, 0) + observed)
+        cross = -gain * observed
+        for block in range(BLOCKS):
+            columns = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            tile -= gain[:, None] * take_block(cov_key, block, COLUMNS)[None, :]
+            cross += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
+        spread = tl.zeros([], dtype)
+        for reverse in range(BLOCKS):  # from the last block: the lower triangle of earlier ones is still the old one
+            block = BLOCKS - 1 - reverse
+            columns = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            block_gain, block_cov_key = take_block(gain, block, COLUMNS), take_block(cov_key, block, COLUMNS)
+            block_cross = take_block(cross, block, COLUMNS)
+            tile -= 0.5 * (gain[:, None] * block_cov_key[None, :] + cov_key[:, None] * block_gain[None, :])
+            tile -= 0.5 * (cross[:, None] * block_gain[None, :] + gain[:, None] * block_cross[None, :])
+            spread += tl.sum(tl.sum(tile * take_block(query, block, COLUMNS)[None, :], 1) * query, 0)
+            tl.debug_barrier()
+            inside = (keys[:, None] < K) & (columns[None, :] < K) & stored
+            tl.store(to + keys[:, None] * K + columns[None, :], tile, mask=inside)
+            tl.debug_barrier()
+    if VARIANCE:
+        tl.store(variance + row * heads + head, tl.where(active, spread, 0.0).to(variance.dtype.element_ty))
+
+    decay, cos, sin = transition
+    for first in range(0, V, VALUES):
+        columns = first + tl.arange(0, VALUES)
+        has_column = (columns < V) & active
+        inside = has_key[:, None] & has_column[None, :]
+        cells = (head * K + keys)[:, None] * V + columns[None, :]
+        memory = tl.load(means + source * mean_slot + cells, mask=inside, other=0.0)
+        if ROTATES:
+            partner = tl.where(keys < K // 2, keys + K // 2, keys - K // 2)
+            at_partner = means + source * mean_slot + (head * K + partner)[:, None] * V + columns[None, :]
+            memory = cos[:, None] * memory + sin[:, None] * tl.load(at_partner, mask=inside, other=0.0)
+        memory *= decay[:, None]
+        value = tl.load(v + row * v_row + head * v_head + columns, mask=has_column, other=0.0).to(dtype)
+        memory += gain[:, None] * (value - tl.sum(key[:, None] * memory, 0))[None, :]
+        total = tl.where(has_column, tl.sum(query[:, None] * memory, 0), 0.0)
+        tl.store(mean + (row * heads + head) * V + columns, total.to(mean.dtype.element_ty), mask=columns < V)
+        if ROTATES:
+            tl.debug_barrier()  # every warp has read the partners of its rows
+        tl.store(means + target * mean_slot + cells, memory, mask=inside & stored)
+
+
+def step(
+    signals: DenseSignals, pool: DenseBelief, slots: Slots, out: tuple[Tensor, Tensor | None] | None, variance: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Launch the step; return the mean `[B, 1, G, V]`, and the variance `[B, 1, G, 1]` if requested."""
+    q, k, v = (contiguous_width(x) for x in signals[:3])
+    noises = signals[3:5]
+    log_decay, angle = (x if x is None or x.ndim == 3 else contiguous_width(x) for x in signals[5:])
+    (batch, _, heads, width), keys = v.shape, k.shape[3]
+    mean, read_variance = (None, None) if out is None else out
+    mean = torch.empty(v.shape, dtype=v.dtype, device=v.device) if mean is None else mean
+    if variance and read_variance is None:
+        read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.mean.dtype, device=v.device)
+    Launch(step_belief, (batch, heads), (
+        q, k, v, *noises, v if log_decay is None else log_decay, v if angle is None else angle, *pool, *slots,
+        mean, mean if read_variance is None else read_variance,
+        *(y for x in (q, k, v, *noises, log_decay, angle) for y in row_strides(x)), *(x.stride(0) for x in pool),
+        heads, heads // q.shape[2],
+    ), {
+        "K": keys, "V": width, "DECAY": 0 if log_decay is None else log_decay.ndim - 2, "ROTATES": angle is not None,
+        "RATES": log_decay.shape[3] if log_decay is not None and log_decay.ndim == 4 else 1, "VARIANCE": variance,
+        **matrix_sizes(keys, width),
+    }).run()  # fmt: skip
+    return mean, read_variance if variance else None
