@@ -14,7 +14,7 @@ import pytest
 from kalmix import ArgumentError
 from kalmix.errors import FormatError
 from kalmix.files import FORMAT
-from kalmix.training import Recipe, schedule
+from kalmix.training import Recipe
 from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
 from kalmix.training.run import train
 from kalmix.training.saving import SafeTrainer
@@ -160,9 +160,13 @@ def test_run_saves_at_least_four_checkpoints(recipe, tmp_path: Path, monkeypatch
 
 
 def test_run_saves_every_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert schedule.MAX_SECONDS_BETWEEN_SAVES == 600
-    monkeypatch.setattr(schedule, "MAX_SECONDS_BETWEEN_SAVES", 0.0)
-    assert checkpoints_of(recipe(steps=5), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
+    assert Recipe.save_minutes == 10
+    assert checkpoints_of(recipe(steps=5, save_minutes=1e-9), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
+
+
+def test_run_saves_every_so_many_steps_and_keeps_the_newest(recipe, tmp_path: Path, monkeypatch) -> None:
+    settings = {"steps": 30, "save_steps": 9, "keep_checkpoints": 3}
+    assert checkpoints_of(recipe(**settings), tmp_path, monkeypatch) == ["6", "9", "12", "18", "24", "27"]
 
 
 HOLD = """

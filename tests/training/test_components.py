@@ -17,7 +17,7 @@ from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
 from kalmix.training.data import SequenceDataset, encode_documents, wrap_tokenizer
 from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, evaluate, surprisals
-from kalmix.training.schedule import Schedule
+from kalmix.training.schedule import Curve, Schedule
 
 
 def model(layers: tuple = ("kla", "attention"), vocabulary: int = 257) -> KalmixForCausalLM:
@@ -53,11 +53,18 @@ def test_text_shorter_than_a_sequence_is_refused() -> None:
 
 
 def test_learning_rate_is_a_trapezoid() -> None:
-    schedule = Schedule(steps=10, minutes=None, warmup=0.2, cooldown=0.4)
+    schedule = Schedule(steps=10, minutes=None, curve=Curve("trapezoid", warmup=0.2, cooldown=0.4))
     factors = []
     for schedule.progress in (0.0, 0.1, 0.2, 0.6, 0.8, 1.0):
         factors.append(schedule.lr_factor())
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.5, 0])
+
+
+def test_cosine_and_wsd_schedules_end_at_the_final_rate() -> None:
+    cosine = Curve("cosine", warmup=0.2, cooldown=0.0, final=0.1)
+    assert [cosine(x) for x in (0.0, 0.1, 0.2, 0.6, 1.0)] == pytest.approx([0, 0.5, 1, 0.55, 0.1])
+    decay = Curve("wsd", warmup=0.0, cooldown=0.4, final=0.1)
+    assert [decay(x) for x in (0.0, 0.6, 0.7, 1.0)] == pytest.approx([1, 1, 0.55, 0.1])
 
 
 def test_uniform_model_needs_log2_of_the_vocabulary_per_token(tokenizer) -> None:

@@ -59,6 +59,9 @@ def load_run(folder: Path) -> Run:
     from kalmix.training.run import Run, finished, read_history
 
     recipe, history = Recipe.load(folder), read_history(folder)
+    if recipe.shards is not None:
+        got = f"{str(folder)!r}, which was trained on token shards"
+        raise ArgumentError("run", got=got, expected="a run on a text")
     if not finished(history):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
         hint = f"Continue it with: kalmix train --resume --output {folder}"

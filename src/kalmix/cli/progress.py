@@ -31,7 +31,9 @@ class ProgressBar(TrainerCallback):
         if not state.is_world_process_zero:
             return
         weights = sum(value.numel() for value in given["model"].parameters())
-        tokens = sum(map(len, (block["input_ids"] for block in given["train_dataloader"].dataset)))
+        data = given["train_dataloader"].dataset
+        shards = getattr(data, "shards", None)
+        tokens = sum(len(block["input_ids"]) for block in data) if shards is None else sum(x.tokens for x in shards)
         self.console.print(f"{weights:,} parameters, {tokens:,} training tokens, on {args.device}", soft_wrap=True)
         columns = (SpinnerColumn("line"), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[status]}"))
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)

@@ -215,6 +215,10 @@ class Attention(Mixer):
         """Return the number of elements of keys and values."""
         return 2 * length * self.kv_heads * self.width
 
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of scores and weighted sums over half of the tokens, which is the mean under causality."""
+        return 2.0 * length * self.heads * self.width
+
     def attention_map(self, x: Tensor) -> Tensor:
         """Return the attention map of each query head."""
         q, k, v = self._heads(x)

@@ -207,6 +207,13 @@ class Mixer(nn.Module):
         States of convolutions and integers such as positions are not counted.
         """
 
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs per token of the recurrence in a forward pass over `length` tokens; without projections.
+
+        By default four per number of the state, averaged over the tokens: two to write it and two to read it.
+        """
+        return 2.0 * (self.state_size(1) + self.state_size(length))
+
     def write_gain(self, x: Tensor) -> Tensor | None:
         """Return the average gain with which each token is written, starting from the prior.
 

@@ -142,6 +142,11 @@ class GatedKalmaNet(MemoryLayer):
             signals["mix"] = torch.sigmoid(to_state_dtype(self.mix_proj(x)))
         return signals
 
+    def flops_per_token(self, length: int) -> float:
+        """Return the FLOPs of the statistics, and of one matrix-vector product per iteration of the solver."""
+        iterations = getattr(self.solver, "iterations", 0)
+        return super().flops_per_token(length) + 2.0 * iterations * self.sizes.heads * self.sizes.key_width**2
+
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.ridge`."""
         return ops.ridge(q, k, v, ridge=self.ridge, solver=self.solver, **arguments)

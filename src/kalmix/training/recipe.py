@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from inspect import get_annotations
 from pathlib import Path
 from typing import Any, Literal
 
 from kalmix.errors import ArgumentError, FileError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
-from kalmix.validation import check_choice, check_types
+from kalmix.training.recipe_checks import check_recipe
+from kalmix.validation import check_types
 
 Layers = tuple[str | dict[str, Any], ...]
 RECIPE_FILE = "recipe.json"
-MAX_SEED = 2**32 - 1  # NumPy accepts no larger seed
 DEFAULT_MINUTES = 3.5  # of `kalmix train` without a limit
 
 
@@ -31,33 +32,69 @@ class Recipe:
             `kalmix.training.corpus.TEXT_SUFFIXES` (.txt, .md, .py, ...) are skipped. Each file is a document. Default:
             the documentation of this Python installation; its documents are the topics of `help()` and the docstrings
             of each standard module.
+        shards: in place of `text`: folder of token shards (`kalmix data prepare`), as a string, or a dict from folders
+            to weights. Each folder gives its weight's share of the training sequences.
+        packing: with `shards`: "best-fit" packs whole documents into each batch and resets the state at each, "stream"
+            cuts the stream of all documents into sequences.
+        workers: with `shards`: processes that read ahead; 0 reads in the training process.
         tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
         vocab_size: largest vocabulary of "bpe", at least 257. "bytes" always has 257 tokens; it ignores the value,
-            which must be at least 257 nevertheless.
+            which must be at least 257 nevertheless. With `shards`: number of rows of embedding and head, at least
+            the number of tokens of the shards' tokenizer.
         layers: tuple with one entry per block: a layer's name, or a dict of its options with the name as "mixer",
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
+        model: further settings of `KalmixConfig`, by name, such as `{"tie_word_embeddings": True}`.
+        initial: folder of a model whose weights begin the training, as a string: a run, or a folder of
+            `save_pretrained`. Its parameters need the names and shapes of this model.
         seq_len: tokens per training sequence; at least 2.
-        batch_size: sequences per batch on each device.
-        grad_accum: batches per optimizer step.
+        batch_size: sequences per batch on each device; with `batch_tokens` the largest number.
+        grad_accum: batches per optimizer step; follows from `batch_tokens` if that is given.
+        batch_tokens: tokens per optimizer step on all devices, a multiple of `seq_len` and of the devices. Batches then
+            are as large as `batch_size` allows for it. `None`: `batch_size * grad_accum` sequences on each device.
         separate_documents: reset the state at the start of each document. Otherwise the state continues across
             documents in a training sequence, and only an end-of-text token separates them.
         steps: optimizer steps after which training stops; `None` for no limit.
+        tokens: in place of `steps`: training tokens after which it stops, rounded up to whole steps.
         minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
-            `steps` or `minutes` must be given. With both, the limit that is reached first ends the run, and progress is
-            the larger of the two fractions.
+            `steps`, `tokens` or `minutes` must be given. With minutes and another, the limit that is reached first ends
+            the run, and progress is the larger of the two fractions.
         learning_rate: peak learning rate of AdamW, > 0. The parameters of latent dynamics, such as decay rates and
             noises (`Mixer.dynamics_parameters`), have a tenth of it.
+        learning_rates: peak learning rates of groups of parameters that differ from this: dict from "matrices",
+            "vectors", "embeddings", "head" or "dynamics" to a number >= 0 (`kalmix.models.optimizer_groups`).
+        reference_width: width for which the learning rates are given; all are multiplied by
+            sqrt(reference_width / hidden_size). `None` for no such factor.
+        reference_batch: tokens per step for which they are given; all are multiplied by
+            sqrt(tokens per step / reference_batch). `None` for no such factor.
+        betas: decay rates of AdamW's two averages, each from 0 to below 1.
+        eps: AdamW's epsilon, > 0.
+        clip: largest norm of all gradients, to which larger ones are scaled; `None` for no limit.
         weight_decay: weight decay of weight matrices, except embeddings, output head and latent dynamics, which have
             none; >= 0.
+        weight_decays: weight decays of groups of parameters that differ from this, as `learning_rates`.
+        schedule: learning rate after the warmup. "trapezoid" and "wsd" keep the peak until the cooldown, which is
+            linear for "trapezoid" and 1 - sqrt(fraction of the cooldown) for "wsd". "cosine" falls along a half cosine
+            and has no cooldown.
         warmup: fraction of the run, 0 to 1, in which the learning rate rises linearly from 0.
-        cooldown: fraction of the run, 0 to 1, at its end, in which the learning rate falls linearly to 0. `warmup +
-            cooldown` must be at most 1.
+        cooldown: fraction of the run, 0 to 1, at its end, in which the learning rate falls. `warmup + cooldown` must be
+            at most 1.
+        final_learning_rate: learning rate at the end, as a fraction of the peak, 0 to 1.
         loss: "cross-entropy" of the next token for the mean read-out, or "marginal": -log of the next token's
             probability, where the probability is averaged over 10 samples of the last layer's posterior. The last layer
             must then have a posterior.
         bf16: train under bfloat16 autocast, on any device.
         compile: compile the model with `torch.compile`.
+        checkpointing: compute the activations of each block again in the backward pass, to save memory.
+        fsdp: shard parameters, gradients and optimizer over all processes (FSDP2).
+        context_parallel: number of processes that divide the tokens of each sequence (`ContextParallel`), a divisor of
+            `seq_len` and of the number of processes. It needs `shards`.
+        save_minutes: longest time between two checkpoints, > 0.
+        save_steps: further checkpoints after each multiple of so many steps; `None` for none.
+        keep_checkpoints: number of checkpoints to keep, the newest ones; at least 1.
+        eval_tokens: held-out tokens of each of the ten evaluations in a run; 0 for no evaluation.
+        report_to: tuple of integrations of the Trainer that get the log too, such as "wandb". TensorBoard always does.
+        description: source of the settings, for people.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.
 
     Raises:
@@ -78,54 +115,62 @@ class Recipe:
     """
 
     text: str | None = None
+    shards: str | dict[str, float] | None = None
+    packing: Literal["best-fit", "stream"] = "stream"
+    workers: int = 0
     tokenizer: Literal["bpe", "bytes"] = "bpe"
     vocab_size: int = 2048
     layers: Layers = ("kla",) * 3
     hidden_size: int = 192
+    model: dict[str, Any] = field(default_factory=dict)
+    initial: str | None = None
     seq_len: int = 256
     batch_size: int = 8
     grad_accum: int = 1
+    batch_tokens: int | None = None
     separate_documents: bool = False
     steps: int | None = None
+    tokens: int | None = None
     minutes: float | None = None
     learning_rate: float = 4e-3
+    learning_rates: dict[str, float] = field(default_factory=dict)
+    reference_width: int | None = None
+    reference_batch: int | None = None
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-10
+    clip: float | None = 1.0
     weight_decay: float = 0.1
+    weight_decays: dict[str, float] = field(default_factory=dict)
+    schedule: Literal["trapezoid", "cosine", "wsd"] = "trapezoid"
     warmup: float = 0.02
     cooldown: float = 0.6
+    final_learning_rate: float = 0.0
     loss: Literal["cross-entropy", "marginal"] = "cross-entropy"
     bf16: bool = False
     compile: bool = False
+    checkpointing: bool = False
+    fsdp: bool = False
+    context_parallel: int = 1
+    save_minutes: float = 10.0
+    save_steps: int | None = None
+    keep_checkpoints: int = 2
+    eval_tokens: int = 8192
+    report_to: tuple[str, ...] = ()
+    description: str = ""
     seed: int = 0
 
     def __post_init__(self) -> None:
         check_types(get_annotations(Recipe, eval_str=True), vars(self))
-        if not isinstance(self.layers, tuple) or not all(isinstance(entry, str | dict) for entry in self.layers):
-            raise ArgumentError(
-                "layers", got=repr(self.layers), expected="a tuple of layer names and mappings of options"
-            )
-        check_choice("tokenizer", self.tokenizer, ("bpe", "bytes"))
-        check_choice("loss", self.loss, ("cross-entropy", "marginal"))
-        least = {"vocab_size": 257, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0}
-        for name, minimum in least.items():
-            if getattr(self, name) < minimum:
-                raise ArgumentError(name, got=getattr(self, name), expected=f"at least {minimum}")
-        for name in ("steps", "minutes", "learning_rate"):
-            if getattr(self, name) is not None and not 0 < getattr(self, name) < float("inf"):
-                raise ArgumentError(name, got=getattr(self, name), expected="a positive number")
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ArgumentError("seed", got=self.seed, expected=f"an integer between 0 and {MAX_SEED}")
-        if self.text is not None and not self.text.strip():
-            raise ArgumentError("text", got="empty", expected="the path of a UTF-8 text file or folder")
-        for name in ("warmup", "cooldown"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ArgumentError(name, got=getattr(self, name), expected="a fraction between 0 and 1")
-        if self.warmup + self.cooldown > 1 + 1e-9:
-            problem = f"plus `cooldown` is {self.warmup + self.cooldown:g} of the run"
-            raise ArgumentError("warmup", problem=problem, expected="at most 1")
-        if self.steps is None and self.minutes is None:
-            raise ArgumentError("minutes", problem="and `steps` are missing", expected="at least one of the two")
-        if not self.layers:
-            raise ArgumentError("layers", got="empty", expected="at least one layer")
+        check_recipe(self)
+
+    def lr_scale(self, step_tokens: int) -> float:
+        """Return the factor of all learning rates by width and by tokens per step; see `reference_width`.
+
+        Args:
+            step_tokens: tokens per optimizer step on all devices.
+        """
+        width = 1.0 if self.reference_width is None else self.reference_width / self.hidden_size
+        return math.sqrt(width * (1.0 if self.reference_batch is None else step_tokens / self.reference_batch))
 
     def save(self, folder: Path) -> None:
         """Write `recipe.json` into `folder`, replacing an older one atomically."""
@@ -145,9 +190,7 @@ class Recipe:
             written = read_json(folder / RECIPE_FILE)
             check_format(written, folder / RECIPE_FILE, oldest=2)
             given = {name: value for name, value in written.items() if name in RECIPE_FIELDS}
-            if isinstance(given.get("layers"), list):
-                given["layers"] = tuple(given["layers"])
-            return cls(**given)
+            return cls(**as_fields(given))
         except FormatError:
             raise
         except (FileError, ArgumentError) as error:
@@ -156,7 +199,12 @@ class Recipe:
             raise ArgumentError("run", got=f"{str(folder)!r}, {problem}", expected=expected) from None
 
 
-RECIPE_FIELDS = tuple(field.name for field in fields(Recipe))
+RECIPE_FIELDS = tuple(x.name for x in fields(Recipe))
+
+
+def as_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of a recipe whose lists, as JSON and TOML have them, are tuples."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 
 def parse_layers(text: str) -> Layers:

@@ -7,7 +7,7 @@ Files of a run:
 - `checkpoints/`: checkpoints to resume from, deleted at the end.
 - `history.json`: log of the Trainer.
 - `tensorboard/`: the same, for TensorBoard.
-- `inputs.json`: digests of text and tokenizer.
+- `inputs.json`: digests of text or shards, and of the tokenizer.
 
 `kalmix report` adds `result.json` and figures to a finished run (`kalmix.training.evaluation`).
 """
@@ -24,35 +24,28 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.utils.data import Dataset
 
 from kalmix._extras import optional_imports
 
 with optional_imports():
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
-    from transformers import (
-        PreTrainedTokenizerFast,
-        PrinterCallback,
-        TrainerCallback,
-        set_seed,
-    )
+    from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, set_seed
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
-from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
 from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint, read_input_digests
-from kalmix.training.corpus import Corpus, load_corpus, train_tokenizer
-from kalmix.training.data import SequenceDataset, encode_documents, end_of_text_id, read_tokenizer, wrap_tokenizer
+from kalmix.training.corpus import Corpus
+from kalmix.training.initial_model import build, load_weights
 from kalmix.training.recipe import RECIPE_FILE, Recipe
-from kalmix.training.schedule import Schedule, interruptible
+from kalmix.training.run_data import ShardSource, TextSource, open_source
+from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_callbacks, training_arguments
 from kalmix.validation import check_bool
 
-EVAL_TOKENS = 8192  # of held-out text, for an evaluation during training
 HISTORY = "history.json"
 
 
@@ -63,7 +56,7 @@ class Run:
     Attributes:
         recipe: settings.
         output: folder of the run.
-        corpus: text, split.
+        corpus: text, split; empty for a run on shards.
         model: trained model.
         tokenizer: its tokenizer.
         history: log of the Trainer over all sessions, one mapping per row.
@@ -116,7 +109,8 @@ def train(
 ) -> Run:
     """Train a language model by a recipe, on an accelerator if there is one.
 
-    A checkpoint is saved when a fifth, two, three and four fifths of the run are done, and at least every 10 minutes.
+    A checkpoint is saved when a fifth, two, three and four fifths of the run are done, at least every
+    `recipe.save_minutes` minutes, and every `recipe.save_steps` steps.
     Ctrl-C and SIGTERM save a checkpoint and return a `Run` whose `finished` is False. Under `torchrun`, all processes
     train one model: pass equal arguments to all. If their `output` differs, that of the first process counts.
 
@@ -135,11 +129,11 @@ def train(
         `Run` with the trained model, its tokenizer, the text and the history of losses.
 
     Raises:
-        ArgumentError: an argument has another type; the text cannot be read or is too short; a layer or a size is not
-            accepted; `torch.compile` fails; training diverges (the loss is no longer finite); `output` is a file, or
-            holds a run (without `resume`) or a finished one (with it); another process trains into `output`. With
-            `resume`: the text, the tokenizer, a setting or the number of processes is not that of the checkpoint, or a
-            checkpoint lacks a file.
+        ArgumentError: an argument has another type; the text or the shards cannot be read or are too short; a layer, a
+            size or the number of processes is not accepted; weights of `recipe.initial` do not fit; `torch.compile`
+            fails; training diverges (the loss is no longer finite); `output` is a file, or holds a run (without
+            `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the data, the
+            tokenizer, a setting or the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
         OSError: a file cannot be written, for example on a full disk; names the path.
 
     Example:
@@ -159,9 +153,9 @@ def train(
     if output.exists() and not output.is_dir():
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
     set_seed(recipe.seed)
-    corpus = load_corpus(recipe.text)
+    source = open_source(recipe)
     with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output):
-        return _train(recipe, output, corpus, resume=resume, callbacks=callbacks)
+        return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
@@ -177,15 +171,17 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks:
 
 
 def _check_same_recipe(recipe: Recipe, output: Path) -> None:
-    """Check that the settings of a resumed run are those that it began with. The text is checked by its digest."""
+    """Check that the settings of a resumed run are those that it began with. Data is checked by its digest."""
     given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(output)))
     for name, value in saved.items():
-        if name != "text" and given[name] != value:
+        if name not in ("text", "shards") and given[name] != value:
             expected, hint = f"{value!r}, as in the run to resume", "`Recipe.load(output)` returns its settings"
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
 
-def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callbacks: Sequence[Any]) -> Run:
+def _train(
+    recipe: Recipe, output: Path, source: TextSource | ShardSource, *, resume: bool, callbacks: Sequence[Any]
+) -> Run:
     """Train into a folder that this process has locked."""
     state = process_state()
     checkpoint = _checkpoint(output, state, resume=resume)
@@ -193,65 +189,45 @@ def _train(recipe: Recipe, output: Path, corpus: Corpus, *, resume: bool, callba
         if (output / RECIPE_FILE).exists():
             _check_same_recipe(recipe, output)
         when = f"when {str(checkpoint)!r} was saved"
-        inputs.check(inputs.digests(corpus, output), read_input_digests(checkpoint), when, "to resume the run")
+        inputs.check(source.digests(output), read_input_digests(checkpoint), when, "to resume the run")
     with state.main_process_first():
         fresh = state.is_main_process and checkpoint is None
-        tokenizer = _tokenizer(recipe, corpus, output / "model", fresh=fresh)
-    end = end_of_text_id(tokenizer)
-    model = build(recipe, len(tokenizer), end)
-    train_ids, eval_ids = encode_documents(tokenizer, corpus.training), encode_documents(tokenizer, corpus.held_out)
-    data = SequenceDataset(train_ids, recipe.seq_len, end_id=end, separate_documents=recipe.separate_documents)
-    batch_size = min(recipe.batch_size, max(1, len(data) // state.num_processes))
-    model.config.max_packed_sequences = data.max_documents(batch_size)
-    schedule = Schedule(steps=recipe.steps, minutes=recipe.minutes, warmup=recipe.warmup, cooldown=recipe.cooldown)
-    read = inputs.digests(corpus, output)
+        tokenizer = source.tokenizer(output / "model", fresh=fresh)
+    model = build(recipe, *source.vocabulary(tokenizer))
+    if recipe.initial is not None and checkpoint is None:
+        load_weights(model, Path(recipe.initial))
+    if recipe.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    data = source.load(tokenizer, state.num_processes, state.process_index)
+    model.config.max_packed_sequences = data.max_documents
+    curve = Curve(recipe.schedule, recipe.warmup, recipe.cooldown, recipe.final_learning_rate)
+    saves = SaveRule(60 * recipe.save_minutes, recipe.save_steps)
+    schedule = Schedule(steps=data.batching.steps, minutes=recipe.minutes, curve=curve, saves=saves)
+    read = source.digests(output)
     if state.is_main_process:
         recipe.save(output)
         inputs.save(output, read)
     trainer = KalmixTrainer(
         recipe,
         schedule,
-        {"loss": len(train_ids) / _bytes(corpus.training), "eval_loss": len(eval_ids) / _bytes(corpus.held_out)},
+        data,
         read,
         model=model,
-        args=training_arguments(recipe, output, batch_size=batch_size),
-        train_dataset=data,
-        eval_dataset=_eval_dataset(eval_ids, recipe),
-        callbacks=[schedule, *tensorboard_callbacks(output, state.is_main_process), *callbacks],
+        args=training_arguments(recipe, output, data),
+        train_dataset=data.train,
+        eval_dataset=data.evaluation,
+        callbacks=[schedule, *data.callbacks, *tensorboard_callbacks(output, state.is_main_process), *callbacks],
     )
     trainer.remove_callback(PrinterCallback)
     try:
         with interruptible(schedule):  # saving is not interrupted either
             trainer.train_from(checkpoint)
-            return _save_model(trainer, output, corpus, tokenizer)
+            return _save_model(trainer, output, source.corpus, tokenizer)
     except BackendCompilerFailed as error:
         reason = str(error).splitlines()[0]
         raise ArgumentError(
             "compile", problem=f"fails on this machine ({reason})", expected="a run without it"
         ) from error
-
-
-def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
-    """Build the model of a recipe with new weights.
-
-    Args:
-        recipe: settings.
-        vocab_size: number of tokens.
-        end: id of the end-of-text token.
-
-    Raises:
-        ArgumentError: a layer or an option is unknown, or a size is not accepted.
-    """
-    config = KalmixConfig(
-        vocab_size=vocab_size,
-        hidden_size=recipe.hidden_size,
-        layers=list(recipe.layers),
-        loss=recipe.loss,
-        bos_token_id=end,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
-    return KalmixForCausalLM(config)
 
 
 def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | None:
@@ -282,30 +258,6 @@ def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | No
             stacklevel=2,
         )
     return checkpoint
-
-
-def _tokenizer(recipe: Recipe, corpus: Corpus, folder: Path, *, fresh: bool) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of the run: a new one, saved to `folder`; or the one there, so that a resumed run and all
-    processes use the same.
-    """
-    if not fresh and (folder / "tokenizer.json").exists():
-        return read_tokenizer(folder)
-    tokenizer = wrap_tokenizer(train_tokenizer(corpus.training, recipe.tokenizer, vocab_size=recipe.vocab_size))
-    tokenizer.save_pretrained(folder)
-    sync_tree(folder)
-    return tokenizer
-
-
-def _eval_dataset(ids: Tensor, recipe: Recipe) -> Dataset | None:
-    """Return the held-out sequences for evaluation during training: the first ones, in full batches if there is one."""
-    ids = ids[:EVAL_TOKENS]
-    batch = recipe.seq_len * recipe.batch_size
-    full = len(ids) // batch * batch  # another batch size would compile again
-    return SequenceDataset(ids[: full or None], recipe.seq_len, end_id=-1) if len(ids) >= recipe.seq_len else None
-
-
-def _bytes(documents: Sequence[str]) -> int:
-    return len("\n\n".join(documents).encode())
 
 
 def read_history(output: Path) -> list[dict[str, float]]:

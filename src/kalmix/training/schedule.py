@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +17,49 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 EVALUATIONS = 10  # per run, evenly spaced, the last at its end
 SAVE_INTERVALS = 5  # a run saves a checkpoint after each fifth but the last
-MAX_SECONDS_BETWEEN_SAVES = 600.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Learning rate as a function of progress, relative to its peak.
+
+    Attributes:
+        shape: "trapezoid", "wsd" or "cosine", as `Recipe.schedule`.
+        warmup: fraction of the run in which the learning rate rises linearly from 0.
+        cooldown: fraction of the run at its end in which it falls; unused by "cosine".
+        final: value at the end.
+    """
+
+    shape: str
+    warmup: float
+    cooldown: float
+    final: float = 0.0
+
+    def __call__(self, progress: float) -> float:
+        """Return the learning rate at `progress`, 0 to 1."""
+        rising = progress / self.warmup if self.warmup else 1.0
+        if self.shape == "cosine":
+            done = (progress - self.warmup) / (1 - self.warmup) if self.warmup < 1 else 0.0
+            falling = (1 + math.cos(math.pi * max(0.0, min(1.0, done)))) / 2
+        else:
+            falling = (1 - progress) / self.cooldown if self.cooldown else 1.0
+            if self.shape == "wsd":
+                falling = 1 - math.sqrt(max(0.0, 1 - falling))
+        falling = self.final + (1 - self.final) * max(0.0, min(1.0, falling))
+        return max(0.0, min(rising, falling))
+
+
+@dataclass(frozen=True)
+class SaveRule:
+    """Rule for checkpoints beside those after each fifth of the run.
+
+    Attributes:
+        seconds: longest time between two checkpoints.
+        steps: further checkpoints after each multiple of so many steps; `None` for none.
+    """
+
+    seconds: float = 600.0
+    steps: int | None = None
 
 
 class Schedule(TrainerCallback):
@@ -28,8 +72,8 @@ class Schedule(TrainerCallback):
     Args:
         steps: training steps of the run; `None` for no limit.
         minutes: minutes of training; `None` for no limit.
-        warmup: fraction of the run in which the learning rate rises linearly from 0.
-        cooldown: fraction of the run in which it falls linearly to 0, at the end.
+        curve: learning rate as a function of progress.
+        saves: rule for checkpoints.
 
     Attributes:
         progress: fraction of the run that is done.
@@ -37,11 +81,13 @@ class Schedule(TrainerCallback):
         finished: the run has reached its end.
     """
 
-    def __init__(self, *, steps: int | None, minutes: float | None, warmup: float, cooldown: float) -> None:
+    def __init__(
+        self, *, steps: int | None, minutes: float | None, curve: Curve, saves: SaveRule | None = None
+    ) -> None:
         self.steps: int | None = steps
         self.seconds: float | None = None if minutes is None else 60 * minutes
-        self.warmup: float = warmup
-        self.cooldown: float = cooldown
+        self.curve: Curve = curve
+        self.saves: SaveRule = saves or SaveRule()
         self.progress: float = 0.0
         self.interrupted: bool = False
         self.finished: bool = False
@@ -50,10 +96,8 @@ class Schedule(TrainerCallback):
         self._timing_started = self._save_due = False
 
     def lr_factor(self, _: int = 0) -> float:
-        """Return the learning rate at the current progress, relative to its peak (a trapezoid)."""
-        rising = self.progress / self.warmup if self.warmup else 1.0
-        falling = (1 - self.progress) / self.cooldown if self.cooldown else 1.0
-        return max(0.0, min(1.0, rising, falling))
+        """Return the learning rate at the current progress, relative to its peak."""
+        return self.curve(self.progress)
 
     def seconds_left(self) -> float | None:
         """Return the seconds until the time limit; `None` if there is none."""
@@ -74,7 +118,8 @@ class Schedule(TrainerCallback):
         """Update progress; runs before the learning rate of the next step is set."""
         if not self._timing_started:
             self._timing_started, self._first_step_time = True, time.monotonic()
-        save_due = time.monotonic() - self._save_time >= MAX_SECONDS_BETWEEN_SAVES
+        save_due = time.monotonic() - self._save_time >= self.saves.seconds
+        save_due |= self.saves.steps is not None and (state.global_step + 1) % self.saves.steps == 0
         local = [self._progress_at(state.global_step + 1), float(self.interrupted), float(save_due)]
         if dist.is_available() and dist.is_initialized():
             combined = torch.tensor(local, device=args.device, dtype=torch.float64)

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import PartialState
 from torch import nn
+from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from kalmix.errors import ArgumentError, NonFiniteError
 from kalmix.models.optimizer import optimizer_groups
+from kalmix.training.estimates import flops_per_token, peak_flops
 from kalmix.training.recipe import Recipe
+from kalmix.training.run_data import RunData
 from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
 
@@ -31,14 +37,15 @@ class KalmixTrainer(SafeTrainer):
     """Hugging Face Trainer with the parameter groups and the schedule of kalmix.
 
     Each row of its log has `progress` (0 to 1) and `tokens` (training tokens seen), and `bits_per_byte` beside each
-    loss.
+    loss. Rows with a training loss have `grad_norm` and, but for the first, `tokens_per_second` of all processes since
+    the row before, without evaluations and checkpoints. On a GPU they have `memory_gib`, the peak of this process, and,
+    if the peak rate of the GPU is known, `mfu`, the model FLOPs utilization (`kalmix.training.estimates`).
 
     Args:
         recipe: recipe of the run.
         schedule: schedule of the run; must also be in `callbacks`.
-        tokens_per_byte: tokens per byte of the text behind each loss: "loss" for training, "eval_loss" for held-out
-            text.
-        inputs: digests of text and tokenizer, stored in checkpoints.
+        data: data of the run.
+        inputs: digests of data and tokenizer, stored in checkpoints.
         options: other arguments of `Trainer`.
 
     Raises:
@@ -49,30 +56,47 @@ class KalmixTrainer(SafeTrainer):
         self,
         recipe: Recipe,
         schedule: Schedule,
-        tokens_per_byte: dict[str, float],
+        data: RunData,
         inputs: dict[str, str],
         **options: Any,
     ) -> None:
         self.recipe: Recipe = recipe
         self.schedule: Schedule = schedule
-        self.tokens_per_byte: dict[str, float] = tokens_per_byte
+        self.data: RunData = data
         self.inputs: dict[str, str] = inputs
+        self._timed: tuple[int, float] | None = None  # step and time of the last row with a training loss
+        self._peak: float | None = None
         super().__init__(**options)
+        if torch.cuda.is_available():
+            self._peak = peak_flops(torch.cuda.get_device_name(), recipe.bf16)
+        model = options["model"]
+        self.flops_per_token: float = flops_per_token(model, recipe.seq_len)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
+            recipe, scale = self.recipe, self.recipe.lr_scale(self.data.batching.step_tokens)
             groups = optimizer_groups(
                 model or self.accelerator.unwrap_model(self.model),
-                learning_rate=self.recipe.learning_rate,
-                weight_decay=self.recipe.weight_decay,
+                learning_rate=scale * recipe.learning_rate,
+                weight_decay=recipe.weight_decay,
+                learning_rates={name: scale * rate for name, rate in recipe.learning_rates.items()},
+                weight_decays=recipe.weight_decays,
             )
-            self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-10, fused=True)
+            self.optimizer = torch.optim.AdamW(groups, betas=recipe.betas, eps=recipe.eps, fused=True)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> torch.optim.lr_scheduler.LRScheduler:
         if self.lr_scheduler is None:
             self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or self.optimizer, self.schedule.lr_factor)
         return self.lr_scheduler
+
+    def get_train_dataloader(self) -> Any:
+        return super().get_train_dataloader() if self.data.loader is None else self.data.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        if self.data.loader is None:
+            return super().get_eval_dataloader(eval_dataset)
+        return DataLoader(self.data.evaluation, batch_size=None)  # pyright: ignore[reportArgumentType]
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Compute the loss, without logits; raise `ArgumentError` if a signal is not finite."""
@@ -91,29 +115,61 @@ class KalmixTrainer(SafeTrainer):
             raise self._divergence_error()
         bits = {
             name.replace("loss", "bits_per_byte"): logs[name] * tokens_per_byte / math.log(2)
-            for name, tokens_per_byte in self.tokens_per_byte.items()
+            for name, tokens_per_byte in self.data.tokens_per_byte.items()
             if name in logs
         }
-        tokens = self.state.global_step * self.recipe.seq_len * self.recipe.grad_accum
-        tokens *= self.args.per_device_train_batch_size * self.args.world_size
+        if "loss" in logs:
+            logs = {**logs, **self._rates()}
+        tokens = self.state.global_step * self.data.batching.step_tokens
         super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
 
+    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        with self._untimed():
+            return super().evaluate(*args, **options)
 
-def training_arguments(recipe: Recipe, output: Path, *, batch_size: int) -> TrainingArguments:
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with self._untimed():
+            super()._save_checkpoint(model, trial)
+
+    @contextmanager
+    def _untimed(self) -> Iterator[None]:
+        """Leave the time inside the block out of the rates."""
+        began = time.monotonic()
+        yield
+        if self._timed is not None:
+            self._timed = self._timed[0], self._timed[1] + time.monotonic() - began
+
+    def _rates(self) -> dict[str, float]:
+        """Return tokens per second and MFU since the last call, and the peak of memory in GiB."""
+        before, self._timed = self._timed, (self.state.global_step, time.monotonic())
+        found: dict[str, float] = {}
+        if before is not None and self._timed[0] > before[0]:
+            steps, seconds = self._timed[0] - before[0], self._timed[1] - before[1]
+            rate = steps * self.data.batching.step_tokens / max(seconds, 1e-9)
+            found["tokens_per_second"] = rate
+            if self._peak is not None:
+                found["mfu"] = rate * self.flops_per_token / (self._peak * self.args.world_size)
+        if torch.cuda.is_available():
+            found["memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        return found
+
+
+def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingArguments:
     """Build the `TrainingArguments` of a run.
 
     Args:
         recipe: recipe of the run.
         output: folder of the run.
-        batch_size: sequences per batch in each process.
+        data: data of the run.
     """
+    steps = data.batching.steps
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
-        per_device_train_batch_size=batch_size,
+        per_device_train_batch_size=data.batching.rows,
         per_device_eval_batch_size=recipe.batch_size,
-        gradient_accumulation_steps=recipe.grad_accum,
-        max_steps=UNLIMITED_STEPS if recipe.steps is None else recipe.steps,
-        max_grad_norm=1.0,
+        gradient_accumulation_steps=data.batching.accumulation,
+        max_steps=UNLIMITED_STEPS if steps is None else steps,
+        max_grad_norm=recipe.clip or 0.0,
         bf16=recipe.bf16,
         use_cpu=not torch.accelerator.is_available(),
         torch_compile=recipe.compile,
@@ -122,14 +178,15 @@ def training_arguments(recipe: Recipe, output: Path, *, batch_size: int) -> Trai
         logging_first_step=True,
         logging_nan_inf_filter=False,
         save_strategy="no",
-        save_total_limit=2,
+        save_total_limit=recipe.keep_checkpoints,
         eval_strategy="no",
         prediction_loss_only=True,
         ddp_find_unused_parameters=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
         remove_unused_columns=False,
-        report_to="none",
+        ignore_data_skip=data.loader is not None,  # it goes to its position by itself
+        report_to=[name for name in recipe.report_to if name != "tensorboard"] or "none",
         disable_tqdm=True,
         log_level="error",
     )

@@ -1,0 +1,237 @@
+"""Runs on token shards: batches, optimizer settings, exact resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from kalmix import ArgumentError
+from kalmix.models import optimizer
+from kalmix.models.optimizer import optimizer_groups
+from kalmix.training import Recipe, recipe_checks
+from kalmix.training.batching import plan_batches
+from kalmix.training.estimates import estimate, flops_per_token, peak_flops
+from kalmix.training.initial_model import build
+from kalmix.training.run import train
+from kalmix.training.shards import Preparation, prepare
+
+from .conftest import WORDS
+from .test_run import Kill
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "corpus").mkdir()
+    for n in range(120):
+        text = " ".join(WORDS[(n * k + k) % len(WORDS)] for k in range(5 + n % 30))
+        (folder / "corpus" / f"{n}.txt").write_text(f"{n} {text}")
+    prepare(Preparation(str(folder / "corpus"), vocab_size=280, held_out=0.1), folder / "shards")
+    return folder / "shards"
+
+
+@pytest.fixture
+def small(shards: Path):
+    def make(**changes) -> Recipe:
+        layers = ({"mixer": "kla", "slots": 4},)
+        sizes = {"vocab_size": 288, "hidden_size": 8, "seq_len": 32, "batch_size": 2, "eval_tokens": 128}
+        return Recipe(**{"shards": str(shards), "layers": layers, **sizes, "steps": 6, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize("changes", [{"packing": "best-fit"}, {"batch_tokens": 128, "workers": 1}], ids=str)
+def test_run_on_shards_resumes_bit_exactly(changes: dict, small, shards: Path, tmp_path: Path) -> None:
+    recipe = small(**changes)
+    whole = train(recipe, tmp_path / "whole")
+    assert (whole.finished, whole.steps, len(whole.training), len(whole.held_out)) == (True, 6, 6, 6)
+    part = train(recipe, tmp_path / "part", callbacks=[Kill(3)])
+    assert (part.finished, part.steps) == (False, 3)
+    rest = train(recipe, tmp_path / "part", resume=True)
+    assert rest.training == whole.training and rest.held_out == whole.held_out
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(rest.model.state_dict()[name], value)
+    assert whole.training[-1][0] == 6 * 32 * (4 if "batch_tokens" in changes else 2)
+
+
+def test_run_on_a_mixture_of_shards(small, shards: Path, tmp_path: Path) -> None:
+    ended = train(small(shards={str(shards): 3.0}, steps=1), tmp_path / "run")
+    assert math.isfinite(ended.training[0][1])
+    assert (tmp_path / "run" / "model" / "tokenizer.json").read_bytes() == (
+        shards / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+
+
+def test_shards_with_a_larger_vocabulary_are_refused(small, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"`vocab_size` is 260.*at least"):
+        train(small(vocab_size=260), tmp_path / "run")
+
+
+def test_run_begins_with_weights_of_another(small, tmp_path: Path) -> None:
+    first = train(small(steps=1), tmp_path / "first")
+    second = train(small(steps=1, learning_rate=1e-30, initial=str(tmp_path / "first")), tmp_path / "second")
+    for name, value in first.model.state_dict().items():
+        torch.testing.assert_close(second.model.state_dict()[name], value)
+    with pytest.raises(ArgumentError, match="`initial`"):
+        train(small(steps=1, hidden_size=16, initial=str(tmp_path / "first")), tmp_path / "third")
+
+
+@pytest.mark.parametrize(
+    ("changes", "processes", "planned"),
+    [
+        ({"batch_tokens": 2**19, "tokens": 10**9}, 1, (16, 16, 1, 2**19, 1908)),
+        ({"batch_tokens": 2**19, "tokens": 10**9}, 8, (16, 2, 8, 2**19, 1908)),
+        ({"batch_tokens": 2**19, "context_parallel": 4, "shards": "x"}, 8, (16, 8, 2, 2**19, 7)),
+        ({"batch_tokens": 48 * 2048}, 4, (12, 1, 4, 48 * 2048, 7)),
+        ({"grad_accum": 3}, 2, (16, 3, 2, 16 * 3 * 2 * 2048, 7)),
+    ],
+    ids=str,
+)
+def test_batches_follow_from_tokens_per_step(changes: dict, processes: int, planned: tuple) -> None:
+    steps = {} if "tokens" in changes else {"steps": 7}
+    assert plan_batches(Recipe(seq_len=2048, batch_size=16, **steps, **changes), processes) == planned
+
+
+def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"batch_tokens.*6,144.*3 processes"):
+        plan_batches(Recipe(seq_len=2048, batch_tokens=8192, steps=1), 3)
+    with pytest.raises(ArgumentError, match="context_parallel"):
+        plan_batches(Recipe(seq_len=2048, context_parallel=2, shards="x", steps=1), 3)
+
+
+def test_learning_rates_scale_with_width_and_batch() -> None:
+    """Kalman Linear Attention, Table 13: effective rates of 2.5e-3 and 3.0e-3."""
+    rules = {"reference_width": 768, "reference_batch": 2**19, "steps": 1}
+    small, large = (Recipe(hidden_size=width, **rules) for width in (496, 1360))
+    assert 4e-3 * small.lr_scale(131072) == pytest.approx(2.5e-3, rel=0.01)
+    assert 4e-3 * large.lr_scale(524288) == pytest.approx(3.0e-3, rel=0.01)
+
+
+def test_groups_have_their_own_rates_and_decays() -> None:
+    assert recipe_checks.GROUPS == optimizer.NAMES
+    model = build(Recipe(steps=1, hidden_size=8), 64, 0)
+    rates, decays = {"embeddings": 0.3, "dynamics": 1e-5}, {"head": 0.1}
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.2, "learning_rates": rates, "weight_decays": decays}
+    found = {group["name"]: (group["lr"], group["weight_decay"]) for group in optimizer_groups(model, **settings)}
+    assert found == {
+        "matrices": (1e-3, 0.2),
+        "vectors": (1e-3, 0.0),
+        "embeddings": (0.3, 0.0),
+        "head": (1e-3, 0.1),
+        "dynamics": (1e-5, 0.0),
+    }
+    with pytest.raises(ArgumentError, match="weight_decays"):
+        optimizer_groups(model, **settings | {"weight_decays": {"heads": 0.1}})
+
+
+def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
+    seen = {}
+
+    class Look(Kill):
+        def on_step_begin(self, args, state, control, **given) -> None:
+            optimizer = given["optimizer"]
+            optimizer = getattr(optimizer, "optimizer", optimizer)
+            seen.update({x["name"]: (x["initial_lr"], x["betas"], x["eps"]) for x in optimizer.param_groups})
+            seen["clip"] = args.max_grad_norm
+
+    settings = {"betas": (0.8, 0.95), "eps": 1e-9, "clip": 3.0, "learning_rates": {"embeddings": 0.3}}
+    train(small(steps=1, reference_width=2, **settings), tmp_path / "run", callbacks=[Look(9)])
+    assert seen["clip"] == 3.0
+    assert seen["embeddings"] == (pytest.approx(0.15), (0.8, 0.95), 1e-9)
+    assert seen["matrices"][0] == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"shards": {}},
+        {"shards": {"x": 0.0}},
+        {"shards": "x", "text": "y"},
+        {"packing": "worst-fit"},
+        {"workers": -1},
+        {"batch_tokens": 1000},
+        {"tokens": 5, "steps": 5},
+        {"learning_rates": {"biases": 1.0}},
+        {"weight_decays": {"head": -1.0}},
+        {"betas": (0.9,)},
+        {"betas": (0.9, 1.0)},
+        {"clip": 0.0},
+        {"schedule": "linear"},
+        {"final_learning_rate": 2.0},
+        {"context_parallel": 2},
+        {"save_steps": 0},
+        {"keep_checkpoints": 0},
+        {"report_to": "wandb"},
+        {"model": {"hidden_size": 8}},
+        {"model": 3},
+        {"initial": " "},
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(changes: dict) -> None:
+    with pytest.raises(ArgumentError, match=f"`{next(iter(changes))}`"):
+        Recipe(**{"steps": 1, **changes} if "steps" not in changes else changes)
+
+
+def test_unknown_model_settings_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="`model` contains 'mlps'"):
+        build(Recipe(steps=1, model={"mlps": 3}), 64, 0)
+
+
+def test_all_settings_are_loaded_as_saved(tmp_path: Path) -> None:
+    recipe = Recipe(
+        tokens=10**11, report_to=("wandb",), betas=(0.8, 0.9), learning_rates={"head": 1.0}, shards={"x": 1.0}
+    )
+    recipe.save(tmp_path)
+    assert Recipe.load(tmp_path) == recipe
+    assert json.loads((tmp_path / "recipe.json").read_text())["tokens"] == 10**11
+
+
+def test_flops_count_weights_and_recurrences() -> None:
+    """A GPT of width D with MLPs of 4 D has 12 D^2 weights per block, and reads T / 2 tokens on average."""
+    width, length, vocabulary = 64, 512, 300
+    gpt = ({"mixer": "attention", "heads": 2, "mlp": 8 * width // 3},)
+    recipe = Recipe(steps=3, layers=gpt, hidden_size=width, seq_len=length, vocab_size=vocabulary, batch_size=2)
+    mlp = 3 * width * (8 * width // 3)
+    weights = 4 * width**2 + mlp + vocabulary * width
+    model = build(recipe, vocabulary, 0)
+    assert flops_per_token(model, length) == 6 * weights + 6 * length * width
+    found = estimate(recipe, plan_batches(recipe, 1))
+    assert found.parameters == sum(value.numel() for value in model.parameters())
+    assert found.vocabulary_parameters == 2 * vocabulary * width
+    assert found.flops == 3 * 2 * length * flops_per_token(model, length)
+    assert found.state_bytes == 16 * found.parameters
+
+
+@pytest.mark.parametrize("mixer", ["kla", "mamba2", "gated-kalmanet", "gated-deltanet"])
+def test_flops_of_recurrences_do_not_depend_on_the_length(mixer: str) -> None:
+    layer = build(Recipe(steps=1, layers=(mixer,), hidden_size=64), 300, 0).model.layers[0].mixer
+    assert layer.flops_per_token(64) == layer.flops_per_token(4096) >= 4 * layer.state_size(64)
+
+
+def test_checkpointing_and_sharding_lower_the_estimated_memory() -> None:
+    sizes = {"hidden_size": 64, "seq_len": 512, "vocab_size": 300, "steps": 1}
+    plain, checkpointed, sharded = (
+        estimate(recipe, plan_batches(recipe, 4))
+        for recipe in (Recipe(**sizes), Recipe(**sizes, checkpointing=True), Recipe(**sizes, fsdp=True))
+    )
+    assert checkpointed.activation_bytes < plain.activation_bytes
+    assert sharded.state_bytes == plain.state_bytes // 4
+
+
+def test_peaks_are_found_by_the_name_of_the_gpu() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
+    assert peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
+    assert peak_flops("NVIDIA A100-SXM4-40GB", bf16=False) == 19.5e12
+    assert peak_flops("Unknown", bf16=True) is None
+
+
+def test_log_has_rates_and_gradient_norms(small, tmp_path: Path) -> None:
+    history = train(small(steps=3), tmp_path / "run").history
+    rows = [row for row in history if "loss" in row]
+    assert ["tokens_per_second" in row for row in rows] == [False, True, True]
+    assert all(row["grad_norm"] > 0 for row in rows)
