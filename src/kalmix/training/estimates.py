@@ -11,6 +11,7 @@ from kalmix._extras import optional_imports
 
 with optional_imports():
     from kalmix.models import KalmixForCausalLM
+    from kalmix.models.blocks import Block
 
 from kalmix.layers import Mixer
 from kalmix.training.batching import Batching
@@ -136,7 +137,7 @@ def _activation_bytes(model: KalmixForCausalLM, recipe: Recipe, batching: Batchi
     width = 2 if recipe.bf16 else 4
     blocks = [
         width * sum(x.in_features + x.out_features for x in block.modules() if isinstance(x, nn.Linear))
-        for block in model.model.layers.children()
+        for block in (module for module in model.modules() if isinstance(module, Block))
     ]
     residual = 4 * recipe.hidden_size
     per_token = len(blocks) * residual + max(blocks) if recipe.checkpointing else sum(blocks) + len(blocks) * residual

@@ -124,6 +124,8 @@ class KalmixTrainer(SafeTrainer):
         super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+        if self.data.evaluation is None:
+            return {}
         with self._untimed():
             return super().evaluate(*args, **options)
 
