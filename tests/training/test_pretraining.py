@@ -162,7 +162,7 @@ def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
         {"clip": 0.0},
         {"schedule": "linear"},
         {"final_learning_rate": 2.0},
-        {"context_parallel": 2},
+        {"context_parallel": 3},
         {"save_steps": 0},
         {"keep_checkpoints": 0},
         {"report_to": "wandb"},

@@ -23,7 +23,7 @@ except ImportError:
     sys.exit("error: the command line needs typer and rich, which are not installed: pip install 'kalmix[cli]'")
 
 from kalmix._extras import missing_package
-from kalmix.cli import data, doctor, explain, generate, inspect, list_names, report, train
+from kalmix.cli import data, doctor, explain, generate, inspect, list_names, pretrain, report, train
 from kalmix.cli.list_names import INSTALL_BENCH
 
 NARROW = 60  # columns; below, help is plain text, since tables would cut option names
@@ -58,6 +58,7 @@ def _options(
 
 _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.run,
+    "pretrain": pretrain.run,
     "report": report.run,
     "generate": generate.run,
     "inspect": inspect.run,

@@ -20,9 +20,11 @@ IN_BENCH = ("tasks", "presets")
 
 
 def run(
-    kind: Annotated[str, typer.Argument(help="layers, designs or ops; with kalmix-bench also tasks or presets.")],
+    kind: Annotated[
+        str, typer.Argument(help="layers, designs, ops or recipes; with kalmix-bench also tasks, presets.")
+    ],
 ) -> None:
-    """List the names of layers, designs or ops, each with a description."""
+    """List the names of layers, designs, ops or recipes, each with a description."""
     listings = _listings()
     if kind in IN_BENCH and kind not in listings:
         raise ModuleNotFoundError(
@@ -35,7 +37,7 @@ def run(
 
 def _listings() -> dict[str, Callable[[], Names]]:
     """Return functions that yield names with descriptions, by kind; other packages add theirs by an entry point."""
-    own: dict[str, Callable[[], Names]] = {"layers": layers, "designs": designs, "ops": ops}
+    own: dict[str, Callable[[], Names]] = {"layers": layers, "designs": designs, "ops": ops, "recipes": recipes}
     found = {entry.name: entry for entry in entry_points(group="kalmix.commands")}
     others = {name.removeprefix("list-"): entry for name, entry in found.items() if name.startswith("list-")}
     return own | {kind: lambda entry=entry: entry.load()() for kind, entry in others.items()}
@@ -64,6 +66,14 @@ def ops() -> Names:
     for name, op in OPS.items():
         kernels = ", ".join(kernel.name for kernel in op.kernels)
         yield name, f"{summary(op.function)} Kernels: {kernels}."
+
+
+def recipes() -> Names:
+    """Yield the name and the description of each recipe of `kalmix pretrain`."""
+    from kalmix.training.recipe_files import read_recipe, recipe_names
+
+    for name in recipe_names():
+        yield name, read_recipe(name).description
 
 
 def summary(documented: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,13 +14,22 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 _LINES = 10  # number of lines that a run prints if the output is no terminal
 _PAUSE = 10.0  # seconds between two lines of a stage if the output is no terminal
+_LINE_PAUSE = 30.0  # seconds between two lines of a detailed log if the output is no terminal
 
 
 class ProgressBar(TrainerCallback):
-    """Trainer callback that shows a bar on a terminal and prints ten lines elsewhere; only in the first process."""
+    """Trainer callback that shows a bar on a terminal and prints ten lines elsewhere; only in the first process.
 
-    def __init__(self, console: Console) -> None:
+    Args:
+        console: where to print.
+        detailed: also show step, loss, gradient norm, MFU and memory; elsewhere than on a terminal, print a line every
+            30 seconds.
+    """
+
+    def __init__(self, console: Console, detailed: bool = False) -> None:
         self.console = console
+        self.detailed = detailed
+        self._printed = -math.inf
         self.bar: Progress | None = None
         self._first: dict[str, float] = {}
         self._last: dict[str, float] = {}
@@ -54,9 +64,12 @@ class ProgressBar(TrainerCallback):
         if not self._first:  # rates are measured from the end of the first step, which compiles
             self._first, self._began = dict(logs), time.monotonic()
         done, status = logs["progress"], self._status()
+        if self.detailed:
+            status = f"step {state.global_step:,}  {status}"
         self.bar.update(self.task, completed=done, status=status)
-        if self.bar.disable and int(done * _LINES) > self._lines:
-            self._lines = int(done * _LINES)
+        due = self.detailed and time.monotonic() - self._printed >= _LINE_PAUSE
+        if self.bar.disable and (due or int(done * _LINES) > self._lines):
+            self._lines, self._printed = int(done * _LINES), time.monotonic()
             self.console.print(f"{done:4.0%}  {status}", soft_wrap=True)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -69,6 +82,10 @@ class ProgressBar(TrainerCallback):
         parts = [f"{now['bits_per_byte']:.2f} bits/byte"] if "bits_per_byte" in now else []
         if "eval_bits_per_byte" in now:
             parts.append(f"held-out {now['eval_bits_per_byte']:.2f}")
+        if self.detailed:
+            shown = {"loss": "loss {:.4f}", "grad_norm": "gradient {:.2f}", "mfu": "MFU {:.1%}"}
+            shown |= {"memory_gib": "{:.1f} GiB", "learning_rate": "rate {:.2e}"}
+            parts += [text.format(now[name]) for name, text in shown.items() if name in now]
         moved = now["progress"] - first["progress"]
         if moved > 0:
             left = int(spent * (1 - now["progress"]) / moved)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from kalmix._extras import require_extra
-from kalmix.errors import ArgumentError
+from kalmix.cli.run_recipe import output_folder, resumed_recipe, run_recipe
 from kalmix.training.recipe import DEFAULT_MINUTES, Recipe, parse_layers
 
 
@@ -46,51 +43,12 @@ def run(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output with its settings.")] = False,
 ) -> None:
     """Train a language model on a text, then evaluate it on held-out text as `kalmix report` does."""
-    if output is not None and not output.strip():
-        raise ArgumentError("output", got="empty", expected="the path of a folder")
-    folder = Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if output is None else Path(output)
+    folder = output_folder(output)
     if resume:
-        recipe = _resumed_recipe(context, None if output is None else folder)
+        recipe = resumed_recipe(context, output)
     else:
         given = {name: value for name, value in context.params.items() if name not in ("output", "resume")}
         given |= {"text": str(Path(text).resolve()) if text and text.strip() else text, "layers": parse_layers(layers)}
         given["minutes"] = DEFAULT_MINUTES if steps is None and minutes is None else minutes
         recipe = Recipe(**given)
-    require_extra("`kalmix train`", "train")
-    from transformers.utils import logging
-
-    from kalmix.cli.progress import ProgressBar
-    from kalmix.cli.report import interruption, report
-    from kalmix.training.run import train
-    from kalmix.training.trainer import process_state
-
-    logging.disable_progress_bar()
-    console = Console(highlight=False)
-    first = process_state().is_main_process
-    if first:
-        console.print(f"reading {recipe.text or 'the documentation of this Python installation'}", soft_wrap=True)
-    result = train(recipe, folder, resume=resume, callbacks=[ProgressBar(console)])
-    if not result.finished:
-        if first:
-            console.print(f"interrupted after {result.steps} steps; to continue:", soft_wrap=True)
-            console.print(f"  kalmix train --resume --output {folder}", style="bold", soft_wrap=True, markup=False)
-        raise typer.Exit(130)
-    folder, interrupted = result.output, result.interrupted
-    del result  # frees the model; the report loads it again
-    if interrupted and first:
-        interruption(folder, console)
-    if interrupted:
-        raise typer.Exit(130)
-    if first:
-        report(folder, console)
-
-
-def _resumed_recipe(context: typer.Context, folder: Path | None) -> Recipe:
-    if folder is None:
-        raise ArgumentError("output", problem="is missing", expected="the folder of the run, with --resume")
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
-            hint = "A resumed run keeps its settings"
-            raise ArgumentError(name, problem="is given with --resume", expected="only --output", hint=hint)
-    return Recipe.load(folder)
+    run_recipe(recipe, folder, resume=resume, command="train")

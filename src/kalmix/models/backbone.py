@@ -148,10 +148,22 @@ class KalmixPreTrainedModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module in (getattr(self, name, None) for name in ("lm_head", "score")):
+            zero = self.config.zero_init and not isinstance(module, nn.Embedding)
             for name, weight in module.named_parameters(recurse=False):
-                nn.init.zeros_(weight) if name == "bias" else nn.init.normal_(weight, std=self.config.initializer_range)
+                if zero or name == "bias":
+                    nn.init.zeros_(weight)
+                else:
+                    nn.init.normal_(weight, std=self.config.initializer_range)
+        elif self.config.zero_init and self._projects_out(module):
+            for weight in module.parameters():
+                nn.init.zeros_(weight)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
+
+    def _projects_out(self, module: nn.Module) -> bool:
+        """Return whether `module` is the output projection of a mixer or an MLP."""
+        parts = (part for block in self.modules() if isinstance(block, Block) for part in (block.mixer, block.mlp))
+        return any(getattr(part, "out_proj", None) is module for part in parts)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +229,13 @@ class KalmixModel(KalmixPreTrainedModel):
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
         self.embed_tokens: nn.Module = nn.Embedding(config.vocab_size, config.hidden_size)
-        blocks = (KalmixBlock(config.hidden_size, spec, config.norm_eps) for spec in config.layer_specs())
+        blocks = (
+            KalmixBlock(config.hidden_size, spec, config.norm_eps, config.mlp_activation)
+            for spec in config.layer_specs()
+        )
+        self.embedding_norm: RMSNorm | None = None
+        if config.embedding_norm:
+            self.embedding_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.layers: BlockStack = BlockStack(blocks, config.propagate)
         self.norm: RMSNorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.post_init()
@@ -295,6 +313,7 @@ class KalmixModel(KalmixPreTrainedModel):
         )
         x = layout.compact(given)
         x = self.embed_tokens(x) if inputs_embeds is None else x
+        x = x if self.embedding_norm is None else self.embedding_norm(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_attentions is None:

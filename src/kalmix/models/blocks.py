@@ -8,6 +8,7 @@ from functools import partial
 from operator import index
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
@@ -20,6 +21,7 @@ from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
 
+ACTIVATIONS = ("swiglu", "relu2")  # of MLPs
 LayerEntry = str | Mapping[str, Any]  # a mixer's name, or a mapping of its options with its name as "mixer"
 
 
@@ -188,21 +190,30 @@ class BlockOutput(NamedTuple):
 
 
 class MLP(nn.Module):
-    """SwiGLU: `W_out (silu(W_gate x) * W_in x)`, without biases.
+    """SwiGLU, `W_out (silu(W_gate x) * W_in x)`, or `W_out relu(W_in x)^2`; without biases.
 
     Args:
         hidden_size: input and output width D.
         intermediate_size: hidden width.
+        activation: "swiglu" or "relu2".
     """
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, activation: str = "swiglu") -> None:
         super().__init__()
-        self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * intermediate_size, bias=False)
+        self.activation = activation
+        width = 2 * intermediate_size if activation == "swiglu" else intermediate_size
+        self.in_proj: nn.Linear = nn.Linear(hidden_size, width, bias=False)
         self.out_proj: nn.Linear = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
-        return without_storing(partial(swiglu, self.in_proj(x)), self.out_proj)
+        activate = swiglu if self.activation == "swiglu" else squared_relu
+        return without_storing(partial(activate, self.in_proj(x)), self.out_proj)
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """Return max(x, 0) squared."""
+    return F.relu(x).square()
 
 
 class Block(nn.Module):
@@ -212,14 +223,17 @@ class Block(nn.Module):
         hidden_size: width D of the residual stream.
         spec: mixer, its options and the MLP's width.
         norm_eps: epsilon of both norms.
+        mlp_activation: activation of the MLP; see `MLP`.
     """
 
-    def __init__(self, hidden_size: int, spec: LayerSpec, norm_eps: float = 1e-6) -> None:
+    def __init__(
+        self, hidden_size: int, spec: LayerSpec, norm_eps: float = 1e-6, mlp_activation: str = "swiglu"
+    ) -> None:
         super().__init__()
         self.norm: RMSNorm = RMSNorm(hidden_size, norm_eps)
         self.mixer: Mixer = mixer_class(spec.mixer, spec.options)(hidden_size, **spec.options)
         self.mlp_norm: RMSNorm | None = RMSNorm(hidden_size, norm_eps) if spec.mlp else None
-        self.mlp: MLP | None = MLP(hidden_size, spec.mlp) if spec.mlp else None
+        self.mlp: MLP | None = MLP(hidden_size, spec.mlp, mlp_activation) if spec.mlp else None
 
     def forward(
         self,

@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 from kalmix.errors import ArgumentError
 from kalmix.files import FORMAT, check_format
 from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(config=...)` finds its layer
-from kalmix.models.blocks import LayerSpec, layer_specs, layers_to_json
+from kalmix.models.blocks import ACTIVATIONS, LayerSpec, layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
 from kalmix.models.stack import PROPAGATIONS
 from kalmix.validation import check_choice, check_number, check_positive_int, check_types
@@ -56,7 +56,11 @@ class KalmixConfig(PreTrainedConfig):
         num_attention_heads: option `heads` of all layers that have this option and do not set it. Default: each
             layer's own default.
         intermediate_size: hidden width of the MLP of layers without `"mlp"` and without `includes_mlp`.
-            Default: 8/3 of `hidden_size`, rounded up to a multiple of 8.
+            Default: 8/3 of `hidden_size`, rounded up to a multiple of 8; 4 times `hidden_size` for "relu2".
+        mlp_activation: "swiglu", or "relu2": MLPs without a gate, `W_out relu(W_in x)^2`.
+        embedding_norm: apply an RMS norm to embedded tokens.
+        logit_cap: limit of the logits z, which then are cap tanh(z / cap). `None` for no limit.
+        zero_init: initialize the head, and the output projections of mixers and MLPs, with zeros.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.
         initializer_range: standard deviation with which embeddings and heads are initialized.
@@ -115,6 +119,10 @@ class KalmixConfig(PreTrainedConfig):
     num_hidden_layers: int | None = None
     num_attention_heads: int | None = None
     intermediate_size: int | None = None
+    mlp_activation: str = "swiglu"
+    embedding_norm: bool = False
+    logit_cap: float | None = None
+    zero_init: bool = False
     max_position_embeddings: int = 2048
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -148,6 +156,7 @@ class KalmixConfig(PreTrainedConfig):
         check_number("initializer_range", self.initializer_range, minimum=0.0)
         if not 0 <= self.classifier_dropout <= 1:
             raise ArgumentError("classifier_dropout", got=self.classifier_dropout, expected="a number from 0 to 1")
+        check_choice("mlp_activation", self.mlp_activation, ACTIVATIONS)
         if isinstance(self.layers, str | Mapping):
             self.layers = [self.layers] * (self.num_hidden_layers or DEFAULT_BLOCKS)
         if isinstance(self.layers, list | tuple) and self.num_hidden_layers is None:
@@ -155,6 +164,8 @@ class KalmixConfig(PreTrainedConfig):
         self.layer_specs()
         self.layers = layers_to_json(self.layers)
         check_choice("loss", self.loss, LOSSES)
+        if self.logit_cap is not None:
+            check_number("logit_cap", self.logit_cap)
         check_choice("propagate", self.propagate, PROPAGATIONS)
         super().__post_init__(**kwargs)
         classes = {"AutoConfig": "KalmixConfig", **AUTO_CLASSES}
@@ -166,7 +177,10 @@ class KalmixConfig(PreTrainedConfig):
         Raises:
             ArgumentError: a layer or an option is unknown, or `layers` has another length than `num_hidden_layers`.
         """
-        specs = layer_specs(self.layers, self.hidden_size, heads=self.num_attention_heads, mlp=self.intermediate_size)
+        mlp = self.intermediate_size
+        if mlp is None and self.mlp_activation == "relu2":
+            mlp = 4 * self.hidden_size
+        specs = layer_specs(self.layers, self.hidden_size, heads=self.num_attention_heads, mlp=mlp)
         if len(specs) != self.num_hidden_layers:
             expected = f"{len(specs)}, the length of `layers`"
             raise ArgumentError("num_hidden_layers", got=self.num_hidden_layers, expected=expected)

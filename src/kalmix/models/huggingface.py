@@ -20,7 +20,13 @@ from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrai
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
-from kalmix.models.losses import cross_entropy, head_cross_entropy, marginal_likelihood, next_token_targets
+from kalmix.models.losses import (
+    CappedLinear,
+    cross_entropy,
+    head_cross_entropy,
+    marginal_likelihood,
+    next_token_targets,
+)
 from kalmix.types import Filtered
 from kalmix.validation import check_dtype_and_device, check_shape
 
@@ -108,7 +114,9 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
         self.model: KalmixModel = KalmixModel(config)
-        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        sizes = config.hidden_size, config.vocab_size
+        cap = config.logit_cap
+        self.lm_head: nn.Module = nn.Linear(*sizes, bias=False) if cap is None else CappedLinear(*sizes, cap)
         self.post_init()
 
     @can_return_tuple

@@ -18,6 +18,8 @@ from kalmix.layers.modules import is_plain, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
+CHUNK_LOGITS = 2**26  # logits of a capped head that the loss holds at once
+
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
     """Return the token that each position must predict.
@@ -66,9 +68,42 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, count: 
     Returns:
         A scalar, at least float32; 0 if all targets are ignored.
     """
+    if is_plain(head, CappedLinear):
+        return _cross_entropy_by_chunks(head, hidden, targets, count)
     if _is_plain_linear(head):
         return linear_cross_entropy(hidden, head.weight, targets, head.bias, count)
     return cross_entropy(head(hidden), targets, count)  # on the device of the head
+
+
+class CappedLinear(nn.Linear):
+    """Linear map without bias whose outputs z are limited to cap tanh(z / cap).
+
+    Args:
+        in_features: width of the input.
+        out_features: width of the output.
+        cap: limit, > 0.
+    """
+
+    def __init__(self, in_features: int, out_features: int, cap: float) -> None:
+        super().__init__(in_features, out_features, bias=False)
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., in_features]` to `[..., out_features]`."""
+        return self.cap * torch.tanh(super().forward(x) / self.cap)
+
+
+def _cross_entropy_by_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+    """Compute `head_cross_entropy` with logits of a chunk of tokens at a time, computed again backward."""
+    flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
+    size = max(1, CHUNK_LOGITS // int(head.weight.shape[0]))  # pyright: ignore[reportIndexIssue]
+
+    def chunk_nll(hidden: Tensor, targets: Tensor) -> Tensor:
+        return _nll(head(hidden), targets).sum()
+
+    chunks = zip(flat.split(size), flat_targets.split(size), strict=True)
+    total = torch.stack([checkpoint(chunk_nll, *chunk, use_reentrant=False) for chunk in chunks]).sum()
+    return divide_by_count(total, targets.to(total.device), count)
 
 
 def marginal_likelihood(

@@ -85,8 +85,6 @@ def _check_data(recipe: Recipe) -> None:
             raise ArgumentError("shards", got=repr(shards), expected="a mapping from folders to positive weights")
     elif shards is not None and (not isinstance(shards, str) or not shards.strip()):
         raise ArgumentError("shards", got=repr(shards), expected="a folder of shards, or a mapping to weights")
-    if recipe.context_parallel > 1 and shards is None:
-        raise ArgumentError("context_parallel", got=recipe.context_parallel, expected="1 without `shards`")
     if recipe.seq_len % recipe.context_parallel:
         expected = f"a divisor of {recipe.seq_len} (seq_len)"
         raise ArgumentError("context_parallel", got=recipe.context_parallel, expected=expected)

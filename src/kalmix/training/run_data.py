@@ -230,9 +230,13 @@ def open_source(recipe: Recipe) -> TextSource | ShardSource:
     """Open the data of a recipe.
 
     Raises:
-        ArgumentError: it cannot be read.
+        ArgumentError: it cannot be read, or context parallelism is asked for without shards.
     """
-    return TextSource(recipe) if recipe.shards is None else ShardSource(recipe)
+    if recipe.shards is not None:
+        return ShardSource(recipe)
+    if recipe.context_parallel > 1:
+        raise ArgumentError("context_parallel", got=recipe.context_parallel, expected="1 without `shards`")
+    return TextSource(recipe)
 
 
 def _eval_dataset(ids: Tensor, recipe: Recipe) -> Dataset[Any] | None:

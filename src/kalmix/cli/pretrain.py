@@ -1,0 +1,103 @@
+"""`kalmix pretrain`: train a language model by a recipe in a TOML file."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kalmix._extras import require_extra
+from kalmix.cli.run_recipe import output_folder, resumed_recipe, run_recipe
+from kalmix.errors import ArgumentError
+from kalmix.training.recipe import Recipe
+from kalmix.training.recipe_files import read_recipe, recipe_names
+from kalmix.validation import check_positive_int
+
+
+def run(
+    context: typer.Context,
+    recipe: Annotated[
+        str | None, typer.Argument(help="TOML file, or the name of a recipe of a paper (`kalmix list recipes`).")
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Setting that replaces one of the recipe; repeatable."),
+    ] = None,
+    output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/TIME.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output with its settings.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print size, work, memory and an estimated time, and stop.")
+    ] = False,
+    gpus: Annotated[int | None, typer.Option(help="GPUs of --dry-run. Default: torchrun's processes, or 1.")] = None,
+    gpu: Annotated[str | None, typer.Option(help="Name of the GPU of --dry-run, such as H200.")] = None,
+) -> None:
+    """Train a language model by a recipe, on token shards or text.
+
+    Start it with `torchrun --nproc-per-node N -m kalmix.cli pretrain ...` on N GPUs.
+    """
+    folder = output_folder(output)
+    if resume:
+        run_recipe(resumed_recipe(context, output), folder, resume=True, command="pretrain")
+        return
+    if recipe is None:
+        expected = f"a TOML file, or one of {', '.join(recipe_names())}"
+        raise ArgumentError("recipe", problem="is missing", expected=expected)
+    read = _with_absolute_paths(read_recipe(recipe, settings or ()))
+    if dry_run:
+        _describe(read, gpus, gpu)
+        return
+    run_recipe(read, folder, resume=False, command="pretrain")
+
+
+def _with_absolute_paths(recipe: Recipe) -> Recipe:
+    """Return the recipe with absolute paths, so that a run can be resumed from another folder."""
+
+    def absolute(path: str | None) -> str | None:
+        return str(Path(path).resolve()) if path and path.strip() else path
+
+    shards = recipe.shards
+    if isinstance(shards, dict):
+        shards = {str(Path(folder).resolve()): weight for folder, weight in shards.items()}
+    else:
+        shards = absolute(shards)
+    return replace(recipe, text=absolute(recipe.text), initial=absolute(recipe.initial), shards=shards)
+
+
+def _describe(recipe: Recipe, gpus: int | None, gpu: str | None) -> None:
+    """Print the estimates of a recipe."""
+    require_extra("`kalmix pretrain`", "train")
+    import torch
+
+    from kalmix.training.batching import plan_batches
+    from kalmix.training.estimates import ASSUMED_MFU, estimate, peak_flops
+
+    devices = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
+    check_positive_int("gpus", devices)
+    batching = plan_batches(recipe, devices)
+    found = estimate(recipe, batching)
+    console = Console(highlight=False, soft_wrap=True)
+    if recipe.description:
+        console.print(recipe.description, markup=False)
+    vocabulary = f"{found.vocabulary_parameters:,} in embedding and head"
+    blocks = f"{len(recipe.layers)} blocks of width {recipe.hidden_size:,}"
+    console.print(f"{found.parameters:,} parameters ({vocabulary}), {blocks}")
+    rows = f"{batching.rows} x {recipe.seq_len:,} tokens, {batching.accumulation} batches a step, {devices} devices"
+    total = "" if batching.steps is None else f"{batching.steps * batching.step_tokens:,} tokens in {batching.steps:,} "
+    console.print(f"{total}steps of {batching.step_tokens:,} tokens ({rows})")
+    work = "" if found.flops is None else f", {found.flops:.3g} in total"
+    console.print(f"{found.step_flops / batching.step_tokens:.3g} FLOPs a token{work}")
+    state, activations = (x / 2**30 for x in (found.state_bytes, found.activation_bytes))
+    parts = f"{state:.1f} weights, gradients and optimizer; about {activations:.1f} activations"
+    console.print(f"about {state + activations:.1f} GiB on each device ({parts})")
+    name = gpu or (torch.cuda.get_device_name() if torch.cuda.is_available() else None)
+    peak = None if name is None else peak_flops(name, recipe.bf16)
+    hours = None if peak is None else found.hours(peak, devices)
+    if hours is None:
+        missing = "the GPU is not known; name it with --gpu" if peak is None else "time alone limits the run"
+        console.print(f"no estimated time: {missing}")
+    else:
+        console.print(f"about {hours:,.1f} hours on {devices} x {name} at an MFU of {ASSUMED_MFU:.0%}, an assumption")

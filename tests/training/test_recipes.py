@@ -1,0 +1,136 @@
+"""Recipes as files: those that come with kalmix, and how files and settings are read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kalmix import ArgumentError
+from kalmix.training import Recipe
+from kalmix.training.batching import plan_batches
+from kalmix.training.estimates import estimate
+from kalmix.training.recipe_files import read_recipe, recipe_names
+from kalmix.training.run import train
+
+from .test_pretraining import shards  # noqa: F401 - a fixture
+
+NAMES = recipe_names()
+MILLIONS = {"45m": 45, "180m": 180, "440m": 440, "1b": 1000, "2.8b": 2800}
+TABLE_13 = {"45m": (496, 1.8e9, 131_072), "180m": (1360, 10.9e9, 524_288)}
+TABLES_4_AND_5 = {  # blocks, heads, width, batch, tokens, context
+    "gka-440m": (28, 8, 1024, 2**20, 8e9, 2048),
+    "gka-1b": (28, 12, 1536, 2**21, 20e9, 2048),
+    "gka-2.8b": (32, 20, 2560, 2**21, 100e9, 4096),
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_recipe_of_a_paper_has_the_size_of_its_name(name: str) -> None:
+    """The model is built on the device "meta", as `--dry-run` does."""
+    recipe = read_recipe(name, ["shards=x"])
+    found = estimate(recipe, plan_batches(recipe, 8))
+    size = name.removesuffix("-128k").rpartition("-")[2]
+    assert found.parameters / 1e6 == pytest.approx(MILLIONS[size], rel=0.15)
+    assert found.flops is not None and found.flops > 6 * found.parameters * recipe.tokens * 0.5
+    assert size.upper() in recipe.description and "(" in recipe.description
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("gka")])
+def test_recipes_of_table_13(name: str) -> None:
+    recipe = read_recipe(name)
+    width, tokens, batch = TABLE_13[name.rpartition("-")[2]]
+    assert (recipe.tokens, recipe.batch_tokens, recipe.seq_len, recipe.vocab_size) == (tokens, batch, 2048, 32768)
+    assert (recipe.betas, recipe.eps, recipe.clip, recipe.cooldown, recipe.warmup) == ((0.8, 0.95), 1e-10, 3.0, 0.4, 0)
+    assert (recipe.learning_rates, recipe.weight_decays) == ({"embeddings": 0.3}, {"head": 0.1})
+    mixers = [layer["mixer"] for layer in recipe.layers]
+    kinds = {"gpt": "attention", "mamba": "mamba2", "gdn": "gated-deltanet", "kla": "kla"}
+    first, *_, last = name.split("-")[:-1] * 2
+    assert mixers == [kinds[first]] * 11 + [kinds[last]]
+    if first == "kla":
+        assert recipe.hidden_size == width and all(layer["slots"] == 32 for layer in recipe.layers)
+    reference = read_recipe(f"kla-{name.rpartition('-')[2]}")
+    counts = [estimate(x, plan_batches(x, 1)).parameters for x in (recipe, reference)]
+    assert counts[0] == pytest.approx(counts[1], rel=0.07)
+
+
+@pytest.mark.parametrize("name", TABLES_4_AND_5)
+def test_recipes_of_tables_4_and_5(name: str) -> None:
+    recipe = read_recipe(name)
+    blocks, heads, width, batch, tokens, length = TABLES_4_AND_5[name]
+    assert (len(recipe.layers), recipe.layers[0]["heads"], recipe.hidden_size) == (blocks, heads, width)
+    assert (recipe.batch_tokens, recipe.tokens, recipe.seq_len) == (batch, tokens, length)
+    assert (recipe.learning_rate, recipe.warmup, recipe.schedule, recipe.clip) == (1e-3, 0.05, "cosine", 1.0)
+
+
+@pytest.mark.parametrize("name", ["gka-hybrid-2.8b", "gka-hybrid-2.8b-128k"])
+def test_hybrid_of_appendix_m(name: str) -> None:
+    recipe = read_recipe(name, ["shards=x"])
+    attention = [i for i, layer in enumerate(recipe.layers) if layer["mixer"] == "attention"]
+    assert (len(recipe.layers), attention) == (30, [6, 14, 22, 29])
+    assert all(layer["heads"] == 20 for layer in recipe.layers)
+    if name.endswith("128k"):
+        assert (recipe.seq_len, recipe.tokens) == (131_072, 25e9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "1b" in name or "2.8b" in name])
+def test_large_recipe_takes_a_step_at_reduced_depth(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = read_recipe(name, [f"shards={shards}", "steps=1", "vocab_size=288", "fsdp=false", "context_parallel=1"])
+    small = {"layers": recipe.layers[5:7], "seq_len": 32, "batch_tokens": 32, "eval_tokens": 0}
+    assert train(replace(recipe, **small), tmp_path / "run").finished
+
+
+@pytest.mark.parametrize("name", ["kla-45m", "gpt-mamba-45m", "gpt-gdn-45m"])
+def test_recipe_trains_at_reduced_width(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+    recipe = read_recipe(name, [f"shards={shards}", "steps=2", "vocab_size=288", "hidden_size=16", "eval_tokens=0"])
+    layers = tuple({k: v for k, v in x.items() if k not in ("heads", "head_dim")} for x in recipe.layers[-2:])
+    ended = train(replace(recipe, layers=layers, seq_len=32, batch_tokens=64), tmp_path / "run")
+    assert ended.training[0][1] > ended.training[1][1]
+
+
+def write(folder: Path, text: str) -> str:
+    (folder / "mine.toml").write_text(text)
+    return str(folder / "mine.toml")
+
+
+def test_file_and_settings_are_read(tmp_path: Path) -> None:
+    layers = 'layers = [{ mixer = "kla", slots = 4, repeat = 2 }, "attention"]'
+    path = write(tmp_path, f"{layers}\ntokens = 1e9\nbetas = [0.8, 0.9]\n[learning_rates]\nhead = 1e-3\n")
+    kla = {"mixer": "kla", "slots": 4}
+    expected = Recipe(layers=(kla, kla, "attention"), tokens=10**9, betas=(0.8, 0.9), learning_rates={"head": 1e-3})
+    assert read_recipe(path) == expected
+    assert isinstance(read_recipe(path).tokens, int)
+    settings = ["steps=5", "layers=2*kla,attention", "text = a/b=c.txt", "learning_rates.embeddings=0.3", "clip=none"]
+    changed = read_recipe(path, settings)
+    assert changed == replace(
+        expected,
+        **{"steps": 5, "tokens": None, "layers": ("kla", "kla", "attention"), "text": "a/b=c.txt", "clip": None},
+        learning_rates={"head": 1e-3, "embeddings": 0.3},
+    )
+    assert read_recipe(path, ['shards={"a.b" = 1.0, c = 2.0}']).shards == {"a.b": 1.0, "c": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "settings", "message"),
+    [
+        ("steps = ", [], "no TOML"),
+        ("step = 3", [], "has no setting 'step'"),
+        ("steps = 3", ["stepz=4"], "has no setting 'stepz'"),
+        ("steps = 3", ["steps"], "`set` is 'steps'"),
+        ("steps = 3", ["steps.more=2"], "it is no mapping"),
+        ("steps = 3", ["steps=many"], "`steps` is 'many'"),
+        ("steps = 3.5", [], "`steps` is 3.5"),
+        ('steps = 3\nlayers = [{ mixer = "kla", repeat = 0 }]', [], "`repeat` of 0"),
+        ("steps = 3\nlayers = 3", [], "`layers`"),
+    ],
+)
+def test_wrong_files_and_settings_are_refused(text: str, settings: list, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        read_recipe(write(tmp_path, text), settings)
+
+
+def test_unknown_recipe_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=r"'kla-46m', which does not exist.*'kla-45m'"):
+        read_recipe("kla-46m")
