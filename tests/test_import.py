@@ -60,7 +60,7 @@ def test_needs_torch_alone():
 
 
 def test_import_is_quick_beyond_torch():
-    """Best of three, since other work may share the machine; the promise is well under a second.
+    """Time of the processor, best of three, since other work may share the machine; the promise is well under a second.
 
     Objects of torch are frozen: 0.2 s of garbage collection over them is due after torch whatever is imported next.
     """
