@@ -101,12 +101,7 @@ class Mixer(nn.Module):
     repr_attributes: ClassVar[tuple[str, ...]] = ()
 
     def __new__(cls, *sizes: object, **options: object) -> Self:
-        """Check the types of options against the annotations of the layer, and the name of the kernel.
-
-        Raises:
-            TypeError: the class lacks an abstract method.
-            ArgumentError: an option has another type, or the op has no kernel of that name.
-        """
+        """Check the types of options against the annotations of the layer, and the name of the kernel."""
         if missing := [name for name in dir(cls) if getattr(getattr(cls, name), "__isabstractmethod__", False)]:
             raise TypeError(f"{cls.__name__} is an abstract class; a subclass implements {', '.join(missing)}")
         check_types(option_types(cls), options)
@@ -208,10 +203,7 @@ class Mixer(nn.Module):
         """
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs per token of the recurrence in a forward pass over `length` tokens; without projections.
-
-        By default four per number of the state, averaged over the tokens: two to write it and two to read it.
-        """
+        """Return the forward FLOPs of the recurrence per token: by default four per number of the average state."""
         return 2.0 * (self.state_size(1) + self.state_size(length))
 
     def write_gain(self, x: Tensor) -> Tensor | None:

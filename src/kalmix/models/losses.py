@@ -88,9 +88,9 @@ class CappedLinear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
         self.cap = cap
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
         """Map `[..., in_features]` to `[..., out_features]`."""
-        return self.cap * torch.tanh(super().forward(x) / self.cap)
+        return self.cap * torch.tanh(super().forward(input) / self.cap)
 
 
 def _cross_entropy_by_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:

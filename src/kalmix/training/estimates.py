@@ -119,13 +119,13 @@ def estimate(recipe: Recipe, batching: Batching) -> Estimate:
     """
     with torch.device("meta"):
         model = build(recipe, recipe.vocab_size, 0)
-    tied = {id(value): value for value in (model.lm_head.weight, model.model.embed_tokens.weight)}
+    vocabulary = {id(x): x for part in (model.lm_head, model.model.embed_tokens) for x in part.parameters()}  # or tied
     parameters = sum(value.numel() for value in model.parameters())
     step_flops = flops_per_token(model, recipe.seq_len) * batching.step_tokens
     devices = batching.groups * recipe.context_parallel
     return Estimate(
         parameters=parameters,
-        vocabulary_parameters=sum(value.numel() for value in tied.values()),
+        vocabulary_parameters=sum(value.numel() for value in vocabulary.values()),
         step_flops=step_flops,
         flops=None if batching.steps is None else step_flops * batching.steps,
         state_bytes=STATE_BYTES * parameters // (devices if recipe.fsdp else 1),
