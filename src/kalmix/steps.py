@@ -20,6 +20,9 @@ gradients, and compute in the dtype of the pool: float32, or float64.
 
 from kalmix.ops._additive.signals import AdditiveSignals as AdditiveSignals
 from kalmix.ops._additive.step import additive as additive
+from kalmix.ops._attend.dynamics import Weighting as Weighting
+from kalmix.ops._attend.signals import AttendSignals as AttendSignals
+from kalmix.ops._attend.step import attend as attend
 from kalmix.ops._delta.signals import DeltaSignals as DeltaSignals
 from kalmix.ops._delta.step import delta as delta
 from kalmix.ops._dense.signals import DenseSignals as DenseSignals
@@ -31,4 +34,5 @@ from kalmix.ops._ridge.step import ridge as ridge
 from kalmix.ops._shared.step import NO_SEQUENCE as NO_SEQUENCE
 from kalmix.ops._shared.step import Slots as Slots
 from kalmix.ops._shared.step import check_slots as check_slots
+from kalmix.ops._shared.step import history_pool as history_pool
 from kalmix.ops._shared.step import store as store

@@ -12,9 +12,10 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from kalmix import steps
+from kalmix import HistoryBelief, steps
 from kalmix.errors import ArgumentError
-from kalmix.ops import OPS, Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed
+from kalmix.ops import OPS, Adaptive, Chebyshev, ConjugateGradient, Dynamics, Exact, Fixed
+from kalmix.testing.cases import parts
 from kalmix.testing.scheduler import check_steps, make_workload
 from kalmix.testing.tolerances import budgets
 from kalmix.types import belief_dtype, replace_fields
@@ -87,7 +88,29 @@ def dense_problem(heads, keys, width, decay=None, rotates=False):
     return steps.DenseSignals(q, k, v, *noises, decays, angle), prior
 
 
+def attend_problem(width, window=None, own_values=False, times=True):
+    """Return signals of 1 key head and 2 value heads; the prior has 3 tokens, or none."""
+    q, k, v = tokens((1, 2), width, width + 2 if own_values else width)
+    one = torch.ones(1, dtype=torch.float64)
+
+    def dynamics(channels, seed):
+        return Dynamics(-0.2 * one, normal(1, channels, seed=seed), 0.3 * one, 0.5 * one, 0.7 * one)
+
+    weighting = steps.Weighting(2 * one, 0.7 * one, 0.1 * one, own_values or window is None, window, True)
+    stamps = normal(1, TOKENS, seed=4).abs().cumsum(1).expand(SEQUENCES, TOKENS) if times else None
+    values = dynamics(v.shape[3] // 2, 6) if own_values else None
+    past = HistoryBelief(
+        *(normal(SEQUENCES, 3, *x.shape[2:], seed=7) for x in (k, v)),
+        torch.tensor([[-3.0, -2.0, -0.5]]).double().expand(SEQUENCES, 3),
+        torch.tensor([[-1, 0, 1], [0, 1, 2], [-1, -1, -1]])[torch.arange(SEQUENCES) % 3],
+    )
+    return steps.AttendSignals(q, k, v, stamps, dynamics(width // 2, 5), values, weighting), past
+
+
 PROBLEMS = {
+    "attend": lambda: attend_problem(4),
+    "attend-window": lambda: attend_problem(6, window=4, times=False),
+    "attend-values": lambda: attend_problem(4, own_values=True),
     "additive": lambda: memory_problem("additive", (1, 2), 5, 18),
     "additive-gains": lambda: memory_problem("additive", (2, 2), 3, 4, "head", "head"),
     "additive-keys": lambda: memory_problem("additive", (1, 1), 65, 3, None, "key"),
@@ -113,15 +136,30 @@ def problem(name, dtype):
     op = name.partition("-")[0]
     signals, prior = PROBLEMS[name]()
     kinds = {"q": dtype, "k": dtype, "v": dtype}
+    kinds |= {"times": torch.float64}
     fields = {
         field: x.to(DEVICE, kinds.get(field, belief_dtype(dtype)))
         for field, x in signals._asdict().items()
         if isinstance(x, torch.Tensor)
     }
+    if op == "attend":
+        parts = ("key_dynamics", "value_dynamics", "weighting")
+        fields |= {part: to_state(getattr(signals, part), belief_dtype(dtype)) for part in parts}
     return op, replace_fields(signals, **fields), prior.to(DEVICE, belief_dtype(dtype))
 
 
-CASES = [(name, dtype) for name in PROBLEMS for dtype in (torch.float64, HALF) if dtype != HALF or "wide" not in name]
+def to_state(record, dtype):
+    """Convert the tensors of a named tuple to the dtype of states."""
+    return record and type(record)(*(x.to(DEVICE, dtype) if isinstance(x, torch.Tensor) else x for x in record))
+
+
+CASES = [
+    (name, kernel, dtype)
+    for name in PROBLEMS
+    for kernel in (KERNELS if "attend" not in name else ["torch"])
+    for dtype in (torch.float64, HALF)
+    if dtype != HALF or "wide" not in name
+]
 SOLVERS = {  # of "ridge"
     "ridge-conjugate": {"ridge": Fixed(1.0), "solver": ConjugateGradient(8)},
     "ridge-fixed": {"ridge": Fixed(5.0), "solver": Chebyshev(8)},
@@ -151,39 +189,52 @@ def exact(name, signals, prior):
 
 
 def to_float64(signals):
-    fields = signals._asdict().items()
-    return replace_fields(signals, **{name: x.double() for name, x in fields if isinstance(x, torch.Tensor)})
+    fields = signals._asdict()
+    wide = {name: x.double() for name, x in fields.items() if isinstance(x, torch.Tensor)}
+    nested = {name: to_state(x, torch.float64) for name, x in fields.items() if isinstance(x, tuple)}
+    return replace_fields(signals, **wide, **nested)
+
+
+def kernel_of(op, kernel):
+    """Return the argument `kernel`; `attend` has one kernel."""
+    return {} if op == "attend" else {"kernel": kernel}
+
+
+def pool_of(signals, prior):
+    """Return a pool of 12 slots; histories have room for all tokens, or for the window."""
+    if not isinstance(prior, HistoryBelief):
+        return None
+    return steps.history_pool(12, signals.weighting.window or TOKENS + 3, prior.keys, prior.values)
 
 
 def tolerances(name, signals, prior, dtype):
     """Return the change of the exact results when inputs are rounded a few times, relative."""
     fields = {name: x.double().cpu() for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
-    inputs = fields | {f"prior.{name}": x.double().cpu() for name, x in zip(prior._fields, prior, strict=True)}
+    beliefs = zip(prior._fields, prior, strict=True)
+    inputs = fields | {f"prior.{name}": (x.double() if x.is_floating_point() else x).cpu() for name, x in beliefs}
 
     def outputs(inputs):
         belief = type(prior)(*(inputs[f"prior.{name}"] for name in prior._fields))
         result = exact(name, replace_fields(signals, **{name: inputs[name] for name in fields}), belief)
-        return [x for x in result[:2] if x is not None] + list(result.belief)
+        return [x for x in result[:2] if x is not None] + parts(result.belief)
 
     state = belief_dtype(dtype)
     return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(("name", "kernel", "dtype"), CASES)
 def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype):
     op, signals, prior = problem(name, dtype)
 
     def alone(signals, prior):
         return exact(name, to_float64(signals), prior.to(torch.float64))
 
-    step = partial(getattr(steps, op), **options(name), kernel=kernel)
+    step = partial(getattr(steps, op), **options(name), **kernel_of(op, kernel))
     workload, bounds = make_workload(signals, prior, invariant(signals)), tolerances(name, signals, prior, dtype)
-    check_steps(step, alone, workload, bounds, same_bits=kernel == "triton")
+    check_steps(step, alone, workload, bounds, pool=pool_of(signals, prior), same_bits=kernel == "triton")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", [name for name in PROBLEMS if "-" not in name])
+@pytest.mark.parametrize(("name", "kernel"), sorted({case[:2] for case in CASES if "-" not in case[0]}))
 def test_steps_read_strided_signals_and_pools(name, kernel):
     op, signals, prior = problem(name, torch.float32)
     rows = torch.arange(3, device=DEVICE)
@@ -196,7 +247,7 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
         type(prior)(*(torch.stack([x, x], 1)[:, 1] for x in prior)),
     ]
     slots = steps.Slots(rows + 1, rows + 1)
-    step = partial(getattr(steps, op), slots=slots, **options(name), kernel=kernel)
+    step = partial(getattr(steps, op), slots=slots, **options(name), **kernel_of(op, kernel))
     results = [
         step(replace_fields(signals, **fields), pool) for fields, pool in zip((one, strided), pools, strict=True)
     ]

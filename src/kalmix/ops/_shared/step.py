@@ -8,9 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._shared.environment import HAS_TRITON
-from kalmix.types import Filtered
+from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_dtype_and_device, check_shape
 
 Pool = TypeVar("Pool", bound=tuple[Any, ...])  # a belief whose first axis is slots
@@ -121,7 +122,7 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
     Args:
         pool: pool of N slots.
         index: int64 `[M]`, slot of each sequence, all different.
-        belief: beliefs of M sequences.
+        belief: beliefs of M sequences. Of histories, the newest tokens are stored, as many as a slot has room for.
 
     Example:
         >>> from kalmix import PointBelief, steps
@@ -130,8 +131,45 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
         >>> pool.mean[:, 0, 0, 0].tolist()
         [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
+    if isinstance(pool, HistoryBelief):
+        belief = _as_rings(HistoryBelief(*belief), pool.positions.shape[1])
     for buffer, x in zip(pool, belief, strict=True):
         buffer.index_copy_(0, index, x.to(buffer.dtype))
+
+
+def history_pool(count: int, tokens: int, k: Tensor, v: Tensor) -> HistoryBelief:
+    """Return a pool of empty histories for `kalmix.steps.attend`.
+
+    Args:
+        count: number of slots.
+        tokens: number of tokens that a slot has room for.
+        k: keys `[..., H, K]` of any sequences; only sizes, dtype and device are used.
+        v: values `[..., G, V]`, likewise.
+
+    Example:
+        >>> from kalmix import steps
+        >>> pool = steps.history_pool(8, 16, torch.empty(1, 4), torch.empty(2, 6))
+        >>> pool.keys.shape, pool.values.shape
+        (torch.Size([8, 16, 1, 4]), torch.Size([8, 16, 2, 6]))
+    """
+    dtype = belief_dtype(v.dtype)
+    keys, values = (x.new_zeros(count, tokens, *x.shape[-2:], dtype=dtype) for x in (k, v))
+    times = v.new_zeros(count, tokens, dtype=torch.float64)
+    return HistoryBelief(keys, values, times, torch.full_like(times, -1, dtype=torch.int64))
+
+
+def _as_rings(belief: HistoryBelief, size: int) -> HistoryBelief:
+    """Return histories with room for `size` tokens, in which the token at position p is at index p mod `size`."""
+    positions = belief.positions
+    count = positions.shape[0]
+    empty = history_pool(count, size + 1, belief.keys, belief.values)  # the last index is for tokens that are dropped
+    if positions.shape[1]:
+        kept = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - size)
+        index = torch.where(kept, positions % size, size)
+        row = torch.arange(count, device=index.device)[:, None]
+        for ring, x in zip(empty, belief, strict=True):
+            ring[row, index] = x
+    return HistoryBelief(*(x[:, :size] for x in empty))
 
 
 def store_rows(pool: tuple[Any, ...], slots: Slots, states: tuple[Any, ...]) -> None:
