@@ -7,6 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from kalmix.training.recipe_files import read_recipe
+from kalmix.training.run import train
+
+from .test_pretraining import shards  # noqa: F401 - a fixture
+
 
 def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: Path) -> None:
     small = [
@@ -38,3 +45,33 @@ def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: P
     history = json.loads((output / "history.json").read_text())
     assert history[-1]["progress"] == 1
     assert history[-1]["tokens"] == 3 * 2 * 2 * 16  # steps, processes, batch, block
+
+
+RECIPE = """
+layers = ["kla", {{ mixer = "attention", heads = 2 }}]
+shards = {shards!r}
+packing = {packing!r}
+vocab_size = 280
+hidden_size = 8
+seq_len = 32
+batch_size = 2
+batch_tokens = 128
+steps = 3
+eval_tokens = 0
+"""
+
+
+@pytest.mark.parametrize("packing", ["best-fit", "stream"])
+def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+    (tmp_path / "recipe.toml").write_text(RECIPE.format(shards=str(shards), packing=packing))
+    alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = ["pretrain", "recipe.toml", "--set", "context_parallel=2", "--output", "both"]
+    result = subprocess.run(
+        [*torchrun, "-m", "kalmix.cli", *command], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    rows = [row for row in json.loads((tmp_path / "both" / "history.json").read_text()) if "loss" in row]
+    expected = [row for row in alone.history if "loss" in row]
+    for name in ("loss", "grad_norm", "tokens"):
+        assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=1e-4), name

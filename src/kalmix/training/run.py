@@ -281,8 +281,9 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
     history = trainer.state.log_history
     model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
     model.config.max_packed_sequences = None  # depends on the data
+    whole = trainer.accelerator.get_state_dict(trainer.model_wrapped) if trainer.is_fsdp_enabled else None
     if trainer.is_world_process_zero():
-        model.save_pretrained(output / "model")
+        model.save_pretrained(output / "model", state_dict=whole)
         sync_tree(output / "model")
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         if finished(history):

@@ -12,13 +12,16 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.data import DataLoader
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
+from kalmix.distributed import ContextParallel
 from kalmix.errors import ArgumentError, NonFiniteError
 from kalmix.models.optimizer import optimizer_groups
+from kalmix.segments import Segments
 from kalmix.training.estimates import flops_per_token, peak_flops
 from kalmix.training.recipe import Recipe
 from kalmix.training.run_data import RunData
@@ -66,6 +69,7 @@ class KalmixTrainer(SafeTrainer):
         self.inputs: dict[str, str] = inputs
         self._timed: tuple[int, float] | None = None  # step and time of the last row with a training loss
         self._peak: float | None = None
+        self._mesh: DeviceMesh | None = None  # of context parallelism
         super().__init__(**options)
         if torch.cuda.is_available():
             self._peak = peak_flops(torch.cuda.get_device_name(), recipe.bf16)
@@ -104,6 +108,28 @@ class KalmixTrainer(SafeTrainer):
             return super().compute_loss(model, {**inputs, "skip_logits": True}, *args, **options)
         except NonFiniteError as error:
             raise self._divergence_error() from error  # ops reject such signals before there is a loss
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Any:
+        """Compute loss and gradients of a batch, whose tokens `recipe.context_parallel` processes divide."""
+        size = self.recipe.context_parallel
+        if size == 1:
+            return super().training_step(model, inputs, num_items_in_batch)
+        if num_items_in_batch is not None:  # each of these processes has counted the whole batch
+            num_items_in_batch = num_items_in_batch / size
+        with self._divide_tokens(inputs) as own:
+            return super().training_step(model, own, num_items_in_batch)
+
+    @contextmanager
+    def _divide_tokens(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Enter context parallelism; yield the tokens of this process."""
+        if self._mesh is None:
+            sizes = self.data.batching.groups, self.recipe.context_parallel
+            self._mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
+        ends = inputs.get("cu_seq_lens_q")
+        segments = None if ends is None else Segments.packed(ends)
+        with ContextParallel(self._mesh["cp"], segments=segments) as cp:
+            names = ("input_ids", "labels", "shift_labels")  # positions follow from the segments
+            yield {name: cp.shard(inputs[name]) for name in names}
 
     def _divergence_error(self) -> ArgumentError:
         got = f"{self.recipe.learning_rate:g}, at which training diverged in step {self.state.global_step}"
@@ -163,8 +189,16 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         recipe: recipe of the run.
         output: folder of the run.
         data: data of the run.
+
+    Raises:
+        ArgumentError: parameters are to be sharded, and there is no GPU.
     """
     steps = data.batching.steps
+    fsdp: dict[str, Any] = {}
+    if recipe.fsdp:
+        if not torch.cuda.is_available():
+            raise ArgumentError("fsdp", got=True, expected="False on a machine without a GPU")
+        fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=data.batching.rows,
@@ -190,6 +224,7 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         ignore_data_skip=data.loader is not None,  # it goes to its position by itself
         report_to=[name for name in recipe.report_to if name != "tensorboard"] or "none",
         disable_tqdm=True,
+        **fsdp,
         log_level="error",
     )
 
