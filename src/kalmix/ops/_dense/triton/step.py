@@ -105,37 +105,37 @@ def step_belief(
         tile = (tile + tl.trans(tile)) * 0.5
         spread = tl.sum(tl.sum(tile * query[None, :], 1) * query, 0)
         tl.debug_barrier()  # every warp has read the old covariance
-        inside = (keys[:, None] < K) & (keys[None, :] < K) & stored
-        tl.store(to + keys[:, None] * K + keys[None, :], tile, mask=inside)
+        in_block = (keys[:, None] < K) & (keys[None, :] < K) & stored
+        tl.store(to + keys[:, None] * K + keys[None, :], tile, mask=in_block)
     else:
         cov_key = tl.zeros([KEYS], dtype)
         for block in range(BLOCKS):
-            columns = block * COLUMNS + tl.arange(0, COLUMNS)
-            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
-            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
             cov_key += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
         gain = cov_key / (tl.sum(key * cov_key, 0) + observed)
         cross = -gain * observed
         for block in range(BLOCKS):
-            columns = block * COLUMNS + tl.arange(0, COLUMNS)
-            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
-            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
             tile -= gain[:, None] * take_block(cov_key, block, COLUMNS)[None, :]
             cross += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
         spread = tl.zeros([], dtype)
         for reverse in range(BLOCKS):  # from the last block: the lower triangle of earlier ones is still the old one
             block = BLOCKS - 1 - reverse
-            columns = block * COLUMNS + tl.arange(0, COLUMNS)
-            across = load_transition(log_decay, angle, columns, active, dtype, K, RATES, DECAY, ROTATES)
-            tile = load_covariance(at, keys, transition, columns, across, added, active, K, True, ROTATES)
+            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
+            tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
             block_gain, block_cov_key = take_block(gain, block, COLUMNS), take_block(cov_key, block, COLUMNS)
             block_cross = take_block(cross, block, COLUMNS)
             tile -= 0.5 * (gain[:, None] * block_cov_key[None, :] + cov_key[:, None] * block_gain[None, :])
             tile -= 0.5 * (cross[:, None] * block_gain[None, :] + gain[:, None] * block_cross[None, :])
             spread += tl.sum(tl.sum(tile * take_block(query, block, COLUMNS)[None, :], 1) * query, 0)
             tl.debug_barrier()
-            inside = (keys[:, None] < K) & (columns[None, :] < K) & stored
-            tl.store(to + keys[:, None] * K + columns[None, :], tile, mask=inside)
+            in_block = (keys[:, None] < K) & (others[None, :] < K) & stored
+            tl.store(to + keys[:, None] * K + others[None, :], tile, mask=in_block)
             tl.debug_barrier()
     if VARIANCE:
         tl.store(variance + row * heads + head, tl.where(active, spread, 0.0).to(variance.dtype.element_ty))

@@ -120,8 +120,8 @@ def step_sums(
     tile = load_gram(at, k, key, decay, weight, 0, active, K, COLUMNS)
     squares = tl.sum(tile * tile, 1)
     for block in range(1, BLOCKS):
-        columns = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
-        squares += tl.sum(columns * columns, 1)
+        other = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
+        squares += tl.sum(other * other, 1)
     square = tl.sum(squares, 0)
     nonzero = square > SMALLEST * SMALLEST
     norm = tl.where(nonzero, tl.sqrt(tl.where(nonzero, square, 1.0)), 0.0)
@@ -144,19 +144,19 @@ def step_sums(
         )
     x = tl.where(has_key, x * inverse, 0.0)
     if VARIANCE:
-        total = tl.where(active, tl.sum(query * x, 0), 0.0)
-        tl.store(variance + row * heads + head, total.to(variance.dtype.element_ty))
+        spread = tl.where(active, tl.sum(query * x, 0), 0.0)
+        tl.store(variance + row * heads + head, spread.to(variance.dtype.element_ty))
     reader = query + share * (x - query)
 
     tl.debug_barrier()  # every warp has read the old gram
     to = grams + target * gram_slot + head * K * K
     for block in range(BLOCKS):
-        columns = block * COLUMNS + tl.arange(0, COLUMNS)
-        inside = (keys[:, None] < K) & (columns[None, :] < K) & stored
+        others = block * COLUMNS + tl.arange(0, COLUMNS)
         new = tile
         if BLOCKS > 1:
             new = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
-        tl.store(to + keys[:, None] * K + columns[None, :], new, mask=inside)
+        in_gram = (keys[:, None] < K) & (others[None, :] < K) & stored
+        tl.store(to + keys[:, None] * K + others[None, :], new, mask=in_gram)
     for first in range(0, V, VALUES):
         columns = first + tl.arange(0, VALUES)
         has_column = (columns < V) & active
