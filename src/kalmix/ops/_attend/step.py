@@ -7,7 +7,7 @@ import torch
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._attend import reference
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.step import Slots, fill_output, store_rows, take_slots
+from kalmix.ops._shared.step import Slots, fill_output, runs_triton, store_rows, take_slots
 from kalmix.types import Filtered, replace_fields
 
 
@@ -18,6 +18,7 @@ def attend(
     *,
     variance: bool = False,
     out: Filtered | None = None,
+    kernel: str | None = None,
 ) -> Filtered:
     """Attend with one query for each row of a batch, as the op `kalmix.ops.attend` does, over a pool of histories.
 
@@ -26,7 +27,8 @@ def attend(
     sequence; otherwise S is the window. `kalmix.steps.history_pool` makes an empty pool, and `kalmix.steps.store` loads
     histories that the op returns. `kalmix.steps` describes slots and `out`, and what a step does not check.
 
-    A row copies the history that it reads. There is no Triton kernel for this step yet.
+    A row whose slots differ copies the history that it reads. Kernel "torch" copies it in any case. Kernel "triton"
+    allocates partial sums, about one number for 256 numbers of the histories.
 
     Args:
         signals: signals of one token per row, T = 1: q and k `[B, 1, H, 2 C]`, v `[B, 1, G, 2 D]`, times `[B, 1]` or
@@ -36,6 +38,7 @@ def attend(
         slots: slots that each row reads and writes.
         variance: also return the variance.
         out: result of an earlier step, whose tensors are overwritten. Default: new tensors.
+        kernel: "triton" or "torch". Default: "triton" on GPUs.
 
     Returns:
         `Filtered` with mean `[B, 1, G, 2 D]` in the dtype of `v`, variance `[B, 1, G, 1]` in the dtype of the pool or
@@ -53,6 +56,16 @@ def attend(
         >>> torch.allclose(y.mean, v), pool.lengths.tolist()
         (True, [0, 1, 0, 0, 0, 0, 1, 0])
     """
+    if not runs_triton(pool, kernel):
+        return _step_in_torch(signals, pool, slots, variance, out)
+    from kalmix.ops._attend.triton.step import step
+
+    return Filtered(*step(signals, pool, slots, None if out is None else out[:2], variance), pool)
+
+
+def _step_in_torch(
+    signals: AttendSignals, pool: HistoryBelief, slots: Slots, variance: bool, out: Filtered | None
+) -> Filtered:
     with torch.no_grad():
         rows = take_slots(pool, slots.read)
         positions = rows.positions
