@@ -57,3 +57,10 @@ def test_linear_memories_fit_every_gpu(gpu: str, tmp_path: Path) -> None:
         tmp_path, "-m", "kalmix_bench.perf.gpu_targets", "--core", "--gpus", gpu, "--parts", "delta", "--widths", "128"
     )
     assert ", 0 problems" in output
+
+
+@pytest.mark.slow
+def test_steps_compile(tmp_path: Path) -> None:
+    """The interpreter, which runs steps in other tests, accepts programs that do not compile."""
+    output = run(tmp_path, "-m", "kalmix_bench.perf.gpu_targets", "--core", "--gpus", "sm_90", "--parts", "steps")
+    assert ", 0 problems" in output

@@ -15,6 +15,7 @@ from kalmix.layers import fused
 from kalmix.ops import OPS, ConjugateGradient
 from kalmix.segments import segments_without_checks
 from kalmix.testing.cases import PROBLEMS, Case
+from kalmix_bench.perf.gpu_steps import STEPS
 
 DTYPES = (torch.bfloat16, torch.float32)
 SHAPES = ((2, 256), (128, 256), (2, 32), (8, 2048))  # sequences and tokens; the first two are the core
@@ -76,7 +77,7 @@ class OpCall(NamedTuple):
 
 
 def calls(widths: list[int], core: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """Return calls: the op or "fused", a description, and a function that calls it on meta tensors.
+    """Return calls: the op, "fused" or "steps", a description, and a function that calls it on meta tensors.
 
     Args:
         widths: widths of keys and values.
@@ -87,8 +88,9 @@ def calls(widths: list[int], core: bool) -> Iterator[tuple[str, str, Callable[[]
             if call.case.unsupported_reason is None:
                 yield call.case.op, str(call), call.run
     for dtype in DTYPES:
-        for name, function in FUSED.items():
-            yield "fused", f"{name} {dtype}", partial(function, dtype)
+        for part, functions in (("fused", FUSED), ("steps", STEPS)):
+            for name, function in functions.items():
+                yield part, f"{name} {dtype}", partial(function, dtype)
 
 
 def _op_calls(name: str, widths: list[int], core: bool) -> Iterator[OpCall]:
