@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from launch_log import log_launches
 
 from kalmix.beliefs import RidgeBelief
-from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed
+from kalmix.ops import Adaptive, Chebyshev, ConjugateGradient, Fixed, ridge
 from kalmix.ops._ridge import custom_op as fused
 from kalmix.ops._ridge import reference
 from kalmix.ops._ridge.signals import RidgeSignals
@@ -151,3 +151,14 @@ def test_dry_run_compiles_every_launched_kernel(monkeypatch: pytest.MonkeyPatch,
     fused.ridge(RidgeSignals(*signals), belief, segments, False, USUAL, Chebyshev(2)).mean.sum().backward()
     assert log[True] == log[False]
     assert len(log[True]) == 8
+
+
+def test_half_precision_reads_fewer_tokens_than_columns_accurately() -> None:
+    """With a small ridge, x is far larger than its products with the keys."""
+    draw = torch.Generator().manual_seed(0)
+    signals = [torch.nn.functional.normalize(torch.randn(1, 8, 1, 32, generator=draw), dim=-1) for _ in range(2)]
+    signals = [x.to(DEVICE, HALF) for x in (*signals, torch.randn(1, 8, 1, 2, generator=draw))]
+    options = {"ridge": Adaptive(0.02), "solver": Chebyshev(60)}
+    got = ridge(*signals, kernel="triton", **options).mean
+    want = ridge(*(x.double() for x in signals), kernel="reference", **options).mean
+    assert relative_error(got, want) < 2 * torch.finfo(HALF).eps

@@ -170,12 +170,15 @@ def solve_and_read(
         x = query + load_per_token(mix + row, count, G, SIZE)[:, None] * (x - query)
     high = x.to(DTYPE)
     low = (x - high.to(tl.float32)).to(DTYPE)
-    scores = (matmul(high, tl.trans(key), PRECISION) * weights).to(DTYPE)
+    scores = matmul(high, tl.trans(key), PRECISION)
+    if key.dtype == tl.bfloat16:  # x in two terms: for repeated keys it is large, and its products largely cancel
+        scores = matmul(low, tl.trans(key), PRECISION, scores)
+    scores = (scores * weights).to(DTYPE)
     for start in range(0, V, VALUE_BLOCK):
         column = start + tl.arange(0, VALUE_BLOCK)
         cross = load_block(crosses + slot * K * V, dim, column, K, V)
         output = matmul(high, cross, PRECISION)
-        if cross.dtype == tl.bfloat16:  # x in two terms: for repeated keys it is large and largely cancels
+        if cross.dtype == tl.bfloat16:
             output = matmul(low, cross, PRECISION, output)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
         output = matmul(scores, value, PRECISION, output * entry_decay[:, None])
