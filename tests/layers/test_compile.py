@@ -88,6 +88,19 @@ def test_two_graphs_serve_training_at_all_lengths(name):
     assert counting.graphs <= 2
 
 
+@each_layer(("controlled-afa",))
+def test_layers_train_with_dynamic_shapes_from_the_first_call(name):
+    """Numbers of a module are inputs of such a graph, so functions of autograd must not read them."""
+    layer = make_layer(name)
+    torch.compiler.reset()
+    run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
+    for length in (7, 33, 100):
+        x = inputs(2, length)
+        got, expected = (_gradients(function, layer, x) for function in (run, layer))
+        for ours, theirs in zip(got, expected, strict=True):
+            agree(ours, theirs)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_TRITON)
 def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch):

@@ -13,9 +13,6 @@ from torch import Tensor
 from kalmix.errors import ArgumentError
 from kalmix.validation import FLOATS, check_dtype_and_device, check_range, in_transform
 
-SERIES_LIMIT = 0.5  # if 2 rate lag is smaller, the derivative of kappa is computed as a series
-SERIES_TERMS = 14  # of that series: enough for float64
-
 
 class Dynamics(NamedTuple):
     """Linear stochastic model of H key heads with C complex channels: dz = (log_decay + i frequency) z dt + dw.
@@ -164,17 +161,20 @@ def accumulated_noise(rate: Tensor, lag: Tensor) -> Tensor:
 
 def accumulated_noise_slope(rate: Tensor, lag: Tensor) -> Tensor:
     """Compute the derivative of `kappa` with respect to the rate; it is -lag^2 at rate 0."""
+    # Numbers of the module would be inputs of a graph with dynamic=True, and `_Kappa` could not be traced twice in it.
+    limit = 0.5  # if y is smaller, the derivative is computed as a series
+    terms = 14  # of that series: enough for float64
     y = 2 * rate * lag
     series, factorial = torch.zeros_like(y), 1.0
-    small = y.clamp(max=SERIES_LIMIT)
+    small = y.clamp(max=limit)
     coefficients = []
-    for n in range(1, SERIES_TERMS + 1):  # coefficients of the derivative of (1 - e^-y) / y
+    for n in range(1, terms + 1):  # coefficients of the derivative of (1 - e^-y) / y
         factorial *= n + 1
         coefficients.append((-1.0) ** n * n / factorial)
     for coefficient in reversed(coefficients):
         series = series * small + coefficient
-    large = torch.where(y > SERIES_LIMIT, y, 1.0)
-    return 2 * lag.square() * torch.where(y > SERIES_LIMIT, ((-large).exp() * (1 + large) - 1) / large.square(), series)
+    large = torch.where(y > limit, y, 1.0)
+    return 2 * lag.square() * torch.where(y > limit, ((-large).exp() * (1 + large) - 1) / large.square(), series)
 
 
 class _Kappa(torch.autograd.Function):
