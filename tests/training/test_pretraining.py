@@ -235,3 +235,9 @@ def test_log_has_rates_and_gradient_norms(small, tmp_path: Path) -> None:
     rows = [row for row in history if "loss" in row]
     assert ["tokens_per_second" in row for row in rows] == [False, True, True]
     assert all(row["grad_norm"] > 0 for row in rows)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_sharded_parameters_need_a_gpu(small, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="`fsdp` is True; expected False on a machine without a GPU"):
+        train(small(fsdp=True), tmp_path / "run")
