@@ -70,13 +70,23 @@ def can_check_values(tensor: Tensor) -> bool:
     """Return whether the values of `tensor` may be read for a check here."""
     if torch.compiler.is_compiling() or tensor.device.type == "meta" or in_transform():
         return False
+    return value_checks(tensor.device)
+
+
+def value_checks(device: torch.device) -> bool:
+    """Return whether values on `device` are checked in eager code."""
     enabled = _CHECKS.get()
-    return tensor.device.type == "cpu" if enabled is None else enabled
+    return device.type == "cpu" if enabled is None else enabled
 
 
 def in_transform() -> bool:
     """Return whether a transform of `torch.func`, or forward-mode differentiation, is active."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def is_eager() -> bool:
+    """Return whether operations run as they are called: no mode, trace or transform of PyTorch intercepts them."""
+    return torch._C._len_torch_dispatch_stack() == 0 and not in_transform() and not torch.jit.is_tracing()
 
 
 def require(condition: bool, name: str, got: object, expected: str) -> None:

@@ -1,10 +1,14 @@
-"""Tests of kernel selection."""
+"""Tests of kernel selection, and of the cache of checked calls."""
 
 import pytest
 import torch
 
+import kalmix
+from kalmix import ops
+from kalmix.errors import ArgumentError
 from kalmix.ops import OPS
-from kalmix.ops._shared import gpu
+from kalmix.ops._delta import api
+from kalmix.ops._shared import dispatch, gpu
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
 
@@ -76,3 +80,30 @@ def test_kernel_is_preferred_from_its_key_width(width, name):
     request = KernelRequest("cpu", torch.float32, width, 16, 512)
     assert select_kernel("none", rows, request).name == name
     assert select_kernel("none", rows, request, "wide").name == "wide"
+
+
+def test_checks_are_skipped_for_calls_that_differ_in_values_only(monkeypatch):
+    monkeypatch.setattr(dispatch, "_CHECKED_CALLS", {})
+    calls = []
+    check = api._check
+    monkeypatch.setattr(api, "_check", lambda *arguments: calls.append(None) or check(*arguments))
+    x, gain = torch.zeros(1, 5, 2, 4), torch.ones(1, 5, 2)
+    with kalmix.checks(False):
+        for scale in (0.5, 2.0):
+            ops.delta(x, x, x, gain=scale * gain, kernel="triton")
+        assert len(calls) == 1
+        with pytest.raises(ArgumentError, match="gain"):
+            ops.delta(x, x, x, gain=gain[:, :4], kernel="triton")
+        with pytest.raises(ArgumentError, match="`k` has dtype"):
+            ops.delta(x, x.double(), x, gain=gain, kernel="triton")
+    with pytest.raises(ArgumentError):
+        ops.delta(x, x, x, gain=gain * torch.nan, kernel="triton")
+
+
+def test_true_is_not_taken_for_one_in_a_checked_call(monkeypatch):
+    monkeypatch.setattr(dispatch, "_CHECKED_CALLS", {})
+    x = torch.zeros(1, 5, 2, 4)
+    with kalmix.checks(False):
+        OPS["ridge"].function(x, x, x, variance=True, kernel="triton")
+        with pytest.raises(ArgumentError, match="variance"):
+            OPS["ridge"].function(x, x, x, variance=1, kernel="triton")

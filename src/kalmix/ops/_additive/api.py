@@ -8,7 +8,8 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.signals import AdditiveSignals
-from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
@@ -91,6 +92,18 @@ def additive(
         >>> torch.allclose(ops.additive(q, k, v).mean, expected, atol=1e-3)
         True
     """
+    signals = AdditiveSignals(q, k, v, log_decay, gain)
+    call = checked_call(_check, signals, belief, segments, kernel)
+    if call.is_empty:
+        return Filtered(torch.zeros_like(v), None, clone_belief(call.belief))
+    return call.kernel(signals, call.belief, segments)
+
+
+def _check(
+    signals: AdditiveSignals, belief: PointBelief | None, segments: Segments | None, kernel: str | None
+) -> CheckedCall:
+    """Check the arguments of `additive`, and select a kernel."""
+    q, k, v, log_decay, gain = signals
     sizes = check_tokens(q, k, v)
     if log_decay is not None:
         check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
@@ -100,11 +113,9 @@ def additive(
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V",), sizes)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
     selected = select_kernel("additive", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and entries of the memory
-        return Filtered(torch.zeros_like(v), None, clone_belief(belief))
-    return selected(AdditiveSignals(q, k, v, log_decay, gain), belief, segments)
+    return CheckedCall(selected, belief, min(sizes.values()) == 0)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> PointBelief:
     """Return the default prior: mean 0."""
-    return PointBelief(v.new_zeros((), dtype=belief_dtype(v.dtype)).expand(tuple(sizes[x] for x in "NGKV")))
+    return PointBelief(filled(0.0, [sizes[x] for x in "NGKV"], belief_dtype(v.dtype), v.device))

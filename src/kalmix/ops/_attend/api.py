@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,8 +12,9 @@ from kalmix.errors import ArgumentError, any_of
 from kalmix.ops._attend.dynamics import Dynamics, Weighting
 from kalmix.ops._attend.kernels import KERNELS
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.dispatch import select_kernel
-from kalmix.ops._shared.kernel import KernelRequest
+from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.dispatch import checked_call, select_kernel
+from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments, check_times
 from kalmix.types import Filtered, belief_dtype
@@ -161,20 +162,44 @@ def attend(
         >>> torch.allclose(step.mean, whole.mean[:, 16:], atol=1e-5)
         True
     """
-    sizes, key_dynamics = (
-        check_tokens(q, k, v, variance),
-        Dynamics(log_decay, frequency, process_noise, key_noise, query_noise),
-    )
+    key_dynamics = Dynamics(log_decay, frequency, process_noise, key_noise, query_noise)
+    signals, numbers = (q, k, v, times, key_dynamics, value_dynamics), (nu, temperature, floor)
+    call = checked_call(_check, signals, belief, segments, (numbers, weight, window, causal), variance, kernel)
+    if call.is_empty:
+        return empty_output(v, call.belief, causal, 1 if variance else None)
+    fields: list[Any] = [x if isinstance(x, Tensor) else y for x, y in zip(numbers, call.weighting, strict=False)]
+    weighting = Weighting(*fields, *call.weighting[3:])
+    return call.kernel(AttendSignals(*signals, weighting), call.belief, segments, variance)
+
+
+class _CheckedCall(NamedTuple):
+    """Call that is valid: see `CheckedCall`. Fields of `weighting` that are arguments of the call are `None`."""
+
+    kernel: Kernel
+    belief: Any
+    is_empty: bool
+    weighting: tuple[Any, ...]
+
+
+def _check(
+    signals: tuple[Any, ...],
+    belief: HistoryBelief | None,
+    segments: Segments | None,
+    options: tuple[tuple[Tensor | float, Tensor | float, Tensor | float], Weight, int | None, bool],
+    variance: bool,
+    kernel: str | None,
+) -> _CheckedCall:
+    """Check the arguments of `attend`, and select a kernel."""
+    (q, k, v, times, key_dynamics, value_dynamics), (numbers, weight, window, causal) = signals, options
+    sizes = check_tokens(q, k, v, variance)
     check_channels(q, v, sizes)
     check_key_and_value_dynamics(key_dynamics, value_dynamics, ("H", "H C", "H"), sizes, v, positive_key_noise=variance)
-    weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
+    weighting = make_weighting(numbers, weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
-    kernel_function = select_kernel("attend", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels require at least one token, head and channel
-        return empty_output(v, belief, causal, 1 if variance else None)
-    signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
-    return kernel_function(signals, belief, segments, variance)
+    selected = select_kernel("attend", KERNELS, request, kernel)
+    own = (None if isinstance(x, Tensor) else y for x, y in zip(numbers, weighting, strict=False))
+    return _CheckedCall(selected, belief, min(sizes.values()) == 0, (*own, *weighting[3:]))
 
 
 def check_channels(q: Tensor, v: Tensor, sizes: dict[str, int]) -> None:
@@ -268,7 +293,7 @@ def make_weighting(
         if isinstance(x, bool) or not isinstance(x, int | float) or not minimum_value <= x <= MAX_FLOAT:
             bound, shape = "above 0" if minimum_value else "of at least 0", ", ".join(layout.split())
             raise ArgumentError(name, got=repr(x), expected=f"a finite number {bound}, or a tensor [{shape}] of them")
-        return like.new_full([sizes[letter] for letter in layout.split()], float(x), dtype=belief_dtype(like.dtype))
+        return filled(float(x), [sizes[letter] for letter in layout.split()], belief_dtype(like.dtype), like.device)
 
     minimum_value = (torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).tiny, 0.0)
     rows = zip(("nu", "temperature", "floor"), values, layouts, minimum_value, strict=True)

@@ -9,7 +9,7 @@ from kalmix.beliefs import PointBelief
 from kalmix.ops._additive.api import PER_HEAD, PER_KEY, default_prior
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.signals import DeltaSignals
-from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
@@ -94,6 +94,18 @@ def delta(
         >>> torch.allclose(ops.delta(k, k, v, gain=torch.ones(2, 64, 4)).mean, v, atol=1e-4)
         True
     """
+    signals = DeltaSignals(q, k, v, gain, log_decay)
+    call = checked_call(_check, signals, belief, segments, kernel)
+    if call.is_empty:
+        return Filtered(torch.zeros_like(v), None, clone_belief(call.belief))
+    return call.kernel(signals, call.belief, segments)
+
+
+def _check(
+    signals: DeltaSignals, belief: PointBelief | None, segments: Segments | None, kernel: str | None
+) -> CheckedCall:
+    """Check the arguments of `delta`, and select a kernel."""
+    q, k, v, gain, log_decay = signals
     sizes = check_tokens(q, k, v)
     check_signal("gain", gain, (PER_HEAD, PER_KEY), sizes, v)
     if log_decay is not None:
@@ -103,6 +115,4 @@ def delta(
     features = frozenset({"value heads of width 1"} if sizes["V"] == 1 else ())
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], features)
     selected = select_kernel("delta", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and entries of the memory
-        return Filtered(torch.zeros_like(v), None, clone_belief(belief))
-    return selected(DeltaSignals(q, k, v, gain, log_decay), belief, segments)
+    return CheckedCall(selected, belief, min(sizes.values()) == 0)

@@ -9,7 +9,8 @@ from kalmix.beliefs import DenseBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.constants import filled, identity
+from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
@@ -119,6 +120,19 @@ def dense(
         >>> torch.allclose(after.mean, mean[:, 40:], atol=1e-5)
         True
     """
+    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
+    call = checked_call(_check, signals, belief, segments, variance, kernel)
+    if call.is_empty:
+        zero_variance = torch.zeros_like(v[..., :1], dtype=call.belief.mean.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief))
+    return call.kernel(signals, call.belief, segments, variance)
+
+
+def _check(
+    signals: DenseSignals, belief: DenseBelief | None, segments: Segments | None, variance: bool, kernel: str | None
+) -> CheckedCall:
+    """Check the arguments of `dense`, and select a kernel."""
+    q, k, v, obs_noise, process_noise, log_decay, angle = signals
     sizes = check_tokens(q, k, v, variance)
     if angle is not None and sizes["K"] % 2:
         raise ArgumentError("q", problem=f"has width {sizes['K']}", expected="an even width when `angle` is given")
@@ -128,12 +142,10 @@ def dense(
     features = frozenset({"rotations"} if angle is not None else ())
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], features, q.device.index)
     implementation = select_kernel("dense", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels may assume that no size is 0
-        zero_variance = torch.zeros_like(v[..., :1], dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(belief))
-    _check_noise(obs_noise, belief, segments)
-    signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
-    return implementation(signals, belief, segments, variance)
+    is_empty = min(sizes.values()) == 0
+    if not is_empty:
+        _check_noise(obs_noise, belief, segments)
+    return CheckedCall(implementation, belief, is_empty)
 
 
 def check_dense_signals(
@@ -185,5 +197,5 @@ def _check_noise(obs_noise: Tensor, belief: DenseBelief, segments: Segments | No
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DenseBelief:
     """Return the default prior: mean 0 and covariance I."""
     shape, dtype = tuple(sizes[x] for x in "NGKV"), belief_dtype(v.dtype)
-    eye = torch.eye(shape[2], dtype=dtype, device=v.device)
-    return DenseBelief(v.new_zeros((), dtype=dtype).expand(shape), eye.expand(*shape[:2], *eye.shape))
+    eye = identity(shape[2], dtype, v.device)
+    return DenseBelief(filled(0.0, shape, dtype, v.device), eye.expand(*shape[:2], *eye.shape))

@@ -8,7 +8,8 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
@@ -103,6 +104,23 @@ def diagonal(
         >>> torch.allclose(after.mean, mean[:, 40:], atol=1e-5)
         True
     """
+    signals = DiagonalSignals(q, k, v, precision, log_decay, process_noise)
+    call = checked_call(_check, signals, belief, segments, variance, kernel)
+    if call.is_empty:
+        read_var = torch.zeros_like(v, dtype=call.belief.mean.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), read_var, clone_belief(call.belief))
+    return call.kernel(signals, call.belief, segments, variance)
+
+
+def _check(
+    signals: DiagonalSignals,
+    belief: DiagonalBelief | None,
+    segments: Segments | None,
+    variance: bool,
+    kernel: str | None,
+) -> CheckedCall:
+    """Check the arguments of `diagonal`, and select a kernel."""
+    q, k, v, precision, log_decay, process_noise = signals
     sizes = check_tokens(q, k, v, variance)
     check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
     check_signal("log_decay", log_decay, DYNAMICS, sizes, v, maximum=0.0)
@@ -120,13 +138,10 @@ def diagonal(
         required_features=frozenset({"dynamics that differ from token to token"} if per_token else ()),
     )
     selected = select_kernel("diagonal", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels may assume that there are tokens, sequences and cells
-        read_var = torch.zeros_like(v, dtype=belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), read_var, clone_belief(belief))
-    return selected(DiagonalSignals(q, k, v, precision, log_decay, process_noise), belief, segments, variance)
+    return CheckedCall(selected, belief, min(sizes.values()) == 0)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> DiagonalBelief:
     """Return the default prior: mean 0 and variance 1."""
     shape, dtype = tuple(sizes[x] for x in "NGKV"), belief_dtype(v.dtype)
-    return DiagonalBelief(*(v.new_full((), x, dtype=dtype).expand(shape) for x in (0.0, 1.0)))
+    return DiagonalBelief(*(filled(x, shape, dtype, v.device) for x in (0.0, 1.0)))

@@ -10,7 +10,8 @@ from kalmix.errors import ArgumentError
 from kalmix.ops._ridge.kernels import KERNELS, required_features
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Exact, Fixed, Ridge, Sketch, Solver
-from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
 from kalmix.segments import Segments, check_segments
@@ -124,6 +125,24 @@ def ridge(
         raise ArgumentError("ridge", got=repr(ridge), expected="Adaptive, Fixed or a positive number")
     if not isinstance(solver, Chebyshev | ConjugateGradient | Exact | Sketch):
         raise ArgumentError("solver", got=repr(solver), expected="Chebyshev, ConjugateGradient, Exact or Sketch")
+    signals = RidgeSignals(q, k, v, log_decay, gain, mix)
+    call = checked_call(_check, signals, belief, segments, variance, solver, kernel)
+    if call.is_empty:
+        zero_variance = torch.zeros_like(v[..., :1], dtype=call.belief.gram.dtype) if variance else None
+        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief))
+    return call.kernel(signals, call.belief, segments, variance, ridge, solver)
+
+
+def _check(
+    signals: RidgeSignals,
+    belief: RidgeBelief | None,
+    segments: Segments | None,
+    variance: bool,
+    solver: Solver,
+    kernel: str | None,
+) -> CheckedCall:
+    """Check the arguments of `ridge`, and select a kernel."""
+    q, k, v, log_decay, gain, mix = signals
     sizes = check_tokens(q, k, v, variance)
     if log_decay is not None:
         check_signal("log_decay", log_decay, PER_HEAD, sizes, v, maximum=0.0)
@@ -135,14 +154,10 @@ def ridge(
     belief = check_belief(belief, default_prior(v, sizes), ("N G K V", "N G K K"), sizes)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"], required_features(solver))
     implementation = select_kernel("ridge", KERNELS, request, kernel)
-    if min(sizes.values()) == 0:  # kernels may assume that no size is 0
-        zero_variance = torch.zeros_like(v[..., :1], dtype=belief.gram.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(belief))
-    return implementation(RidgeSignals(q, k, v, log_decay, gain, mix), belief, segments, variance, ridge, solver)
+    return CheckedCall(implementation, belief, min(sizes.values()) == 0)
 
 
 def default_prior(v: Tensor, sizes: dict[str, int]) -> RidgeBelief:
     """Return the default prior: both sums 0."""
-    zero = v.new_zeros((), dtype=belief_dtype(v.dtype))
-    shapes = (tuple(sizes[x] for x in layout) for layout in ("NGKV", "NGKK"))
-    return RidgeBelief(*(zero.expand(shape) for shape in shapes))
+    dtype, shapes = belief_dtype(v.dtype), ([sizes[x] for x in layout] for layout in ("NGKV", "NGKK"))
+    return RidgeBelief(*(filled(0.0, shape, dtype, v.device) for shape in shapes))

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError, KernelError
-from kalmix.validation import in_transform
+from kalmix.ops._shared.constants import filled
+from kalmix.validation import in_transform, is_eager
 
 Function = Callable[..., Any]
 REFERENCE = "kernel='reference'"
@@ -87,15 +88,13 @@ def register_filter_op(
         ctx.options = [inputs[i] for i in options]
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        saved, zeros = ctx.saved_tensors, {}  # one zero for each dtype, expanded: every allocation takes host time
+        saved = ctx.saved_tensors
         output_grads: list[Tensor | None] = []
         for grad, (shape, dtype), may_be_none in zip(grads[:outputs], ctx.like, optional, strict=True):
             if may_be_none:
                 output_grads.append(grad if grad is not None and grad.numel() else None)
             elif grad is None:
-                if dtype not in zeros:
-                    zeros[dtype] = saved[0].new_zeros((), dtype=dtype)
-                output_grads.append(zeros[dtype].expand(shape))
+                output_grads.append(filled(0.0, shape, dtype, saved[0].device))
             else:
                 output_grads.append(grad)
         results = run_backward(*saved, *output_grads, *ctx.options)
@@ -146,12 +145,11 @@ _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter, NoneType, bool, int, float
 
 def _is_plain_call(inputs: Sequence[Any]) -> bool:
     """Return whether nothing but autograd needs to know of an op that is called with `inputs`."""
-    return (
-        all(type(x) in _PLAIN_TYPES or (type(x) is list and _is_plain_call(x)) for x in inputs)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and not in_transform()
-        and not torch.jit.is_tracing()
-    )
+    return is_eager() and (_PLAIN_TYPES.issuperset(map(type, inputs)) or all(map(_is_plain, inputs)))
+
+
+def _is_plain(x: Any) -> bool:
+    return all(map(_is_plain, x)) if type(x) is list else type(x) in _PLAIN_TYPES
 
 
 def recomputed_op(name: str, function: Function, fake: Function, kernel: str) -> Any:
@@ -305,7 +303,10 @@ def with_launch_cache(function: Function, dry_run: Function | None = None) -> Fu
     def run(*inputs: Any) -> Any:
         from kalmix.ops._shared.triton.compile_and_launch import launch_cached
 
-        with torch.cuda.device_of(inputs[0]):
+        device = inputs[0].get_device()
+        if device < 0 or device == torch.cuda.current_device():
+            return launch_cached(function, *inputs, dry_run=dry_run)
+        with torch.cuda.device(device):
             return launch_cached(function, *inputs, dry_run=dry_run)
 
     return run

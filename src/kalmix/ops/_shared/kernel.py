@@ -96,6 +96,8 @@ class Kernel:
         device = signals[0].device.type
         if device == "meta":  # autocast does not support this device
             return self.function(signals, *arguments)
+        if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
+            return self.function(signals, *arguments)
         with torch.autocast(device, enabled=False):
             return self.function(signals, *arguments)
 
