@@ -4,8 +4,9 @@ Let (gm, gs) be the gradients with respect to a posterior (mean, variance). A ti
 
     gm_start = gm + D_m gm_end,   gs_start = gs + D_x gm_end + D_m^2 gs_end
 
-Here gm and gs come from the read-outs of the tile, and D_m (`mean_factor`) and D_x (`var_coupling`) are the derivatives
-of the mean at its end with respect to mean and variance at its start. There are three launches:
+Here gm and gs come from the read-outs of the tile, and D_m (`mean_factor`) and D_x are the derivatives of the mean at
+its end with respect to mean and variance at its start. D_x / D_m (`var_ratio`) is a sum over tokens. There are three
+launches:
 
 1. `_map_tile_grads`: these four numbers for every tile. Derivatives with respect to the belief at the start accumulate
    forward in time, so nothing has to be stored;
@@ -51,29 +52,29 @@ _RESIDENT_WARPS = 8  # warps of `tile_gradients` per multiprocessor, which use a
 
 @triton.jit
 def accumulate_token(
-    t, mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var, query, key, value, weight, grad, grad_var,
-    gv_token, channel, V, decay, noise, EVEN: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
+    mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var, query, key, value, weight, grad, grad_var,
+    decay, noise, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Extend a tile by one token: its belief, its derivatives, and the gradients with respect to its start."""
     query, key, value, weight = query.to(tl.float32), key.to(tl.float32), value.to(tl.float32), weight.to(tl.float32)
     mean, var, shrinkage, innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
-    factor = decay * shrinkage
-    mean_factor *= factor
-    var_coupling = factor * var_coupling + mean_factor * mean_factor * innovation
-    grad_read = query * grad.to(tl.float32)
-    tile_grad_mean += mean_factor * grad_read
-    tile_grad_var += var_coupling * grad_read
+    mean_factor *= decay * shrinkage
+    var_ratio += mean_factor * innovation
+    read_factor = mean_factor * query
+    grad_mean = read_factor * grad.to(tl.float32)
+    tile_grad_mean += grad_mean
+    tile_grad_var += var_ratio * grad_mean
     if VARIANCE:
-        grads = load_values(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
-        tile_grad_var += mean_factor * mean_factor * (query * query * grads[0].to(tl.float32))
-    return mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var
+        tile_grad_var += read_factor * read_factor * grad_var.to(tl.float32)
+    return mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _map_tile_grads(
     q, k, v, precision, log_decay, noise, stored, grad_mean, grad_var, maps, tile_table,
-    length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head, gm_token, gm_head,
-    gv_token, gv_head, G, V, GROUP,
+    length, size, tiles, q_token: tl.constexpr, q_head, k_token: tl.constexpr, k_head, v_token: tl.constexpr, v_head,
+    p_token: tl.constexpr, p_head, gm_token: tl.constexpr, gm_head, gv_token: tl.constexpr, gv_head,
+    G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -99,45 +100,48 @@ def _map_tile_grads(
     grad_mean += token * gm_token + head * gm_head
     grad_var += token * gv_token + head * gv_head
     mean_factor = tl.full([BLOCK, P], 1.0, tl.float32)
-    var_coupling = tl.zeros([BLOCK, P], tl.float32)
+    var_ratio = tl.zeros([BLOCK, P], tl.float32)
     tile_grad_mean = tl.zeros([BLOCK, P], tl.float32)
     tile_grad_var = tl.zeros([BLOCK, P], tl.float32)
-    next_queries = load_keys(0, count, q, q_token, slot, channel, K, P, PREFETCH)
-    next_keys = load_keys(0, count, k, k_token, slot, channel, K, P, PREFETCH)
-    next_values = load_values(0, count, v, v_token, channel, V, EVEN, PREFETCH)
-    next_weights = load_values(0, count, precision, p_token, channel, V, EVEN, PREFETCH)
-    next_grads = load_values(0, count, grad_mean, gm_token, channel, V, EVEN, PREFETCH)
+    next_queries = load_keys(0, count, q, q_token, slot, channel, K, P, PREFETCH, RAGGED)
+    next_keys = load_keys(0, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+    next_values = load_values(0, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+    next_weights = load_values(0, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
+    next_grads = load_values(0, count, grad_mean, gm_token, channel, V, EVEN, PREFETCH, RAGGED)
+    next_var_grads = load_values(0, count, grad_var, gv_token, channel, V, EVEN, PREFETCH, RAGGED)
     whole = count // PREFETCH * PREFETCH
     for start in range(0, whole, PREFETCH):
-        queries, keys, values, weights, grads = next_queries, next_keys, next_values, next_weights, next_grads
-        next_queries = load_keys(start + PREFETCH, count, q, q_token, slot, channel, K, P, PREFETCH)
-        next_keys = load_keys(start + PREFETCH, count, k, k_token, slot, channel, K, P, PREFETCH)
-        next_values = load_values(start + PREFETCH, count, v, v_token, channel, V, EVEN, PREFETCH)
-        next_weights = load_values(start + PREFETCH, count, precision, p_token, channel, V, EVEN, PREFETCH)
-        next_grads = load_values(start + PREFETCH, count, grad_mean, gm_token, channel, V, EVEN, PREFETCH)
+        after = start + PREFETCH
+        queries, keys, values, weights = next_queries, next_keys, next_values, next_weights
+        grads, var_grads = next_grads, next_var_grads
+        next_queries = load_keys(after, count, q, q_token, slot, channel, K, P, PREFETCH, RAGGED)
+        next_keys = load_keys(after, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+        next_values = load_values(after, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+        next_weights = load_values(after, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
+        next_grads = load_values(after, count, grad_mean, gm_token, channel, V, EVEN, PREFETCH, RAGGED)
+        next_var_grads = load_values(after, count, grad_var, gv_token, channel, V, EVEN, PREFETCH, RAGGED)
         for i in tl.static_range(PREFETCH):
-            mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var = accumulate_token(
-                start + i, mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var,
-                queries[i], keys[i], values[i], weights[i], grads[i], grad_var, gv_token,
-                channel, V, decay, noise, EVEN, VARIANCE, PTX,
+            mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var = accumulate_token(
+                mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var,
+                queries[i], keys[i], values[i], weights[i], grads[i], var_grads[i], decay, noise, VARIANCE, PTX,
             )  # fmt: skip
     if RAGGED:
         for t in range(whole, count):
-            queries = load_keys(t, count, q, q_token, slot, channel, K, P, 1)
-            keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1)
-            values = load_values(t, count, v, v_token, channel, V, EVEN, 1)
-            weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1)
-            grads = load_values(t, count, grad_mean, gm_token, channel, V, EVEN, 1)
-            mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var = accumulate_token(
-                t, mean, var, mean_factor, var_coupling, tile_grad_mean, tile_grad_var,
-                queries[0], keys[0], values[0], weights[0], grads[0], grad_var, gv_token,
-                channel, V, decay, noise, EVEN, VARIANCE, PTX,
+            queries = load_keys(t, count, q, q_token, slot, channel, K, P, 1, False)
+            keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1, False)
+            values = load_values(t, count, v, v_token, channel, V, EVEN, 1, False)
+            weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1, False)
+            grads = load_values(t, count, grad_mean, gm_token, channel, V, EVEN, 1, False)
+            var_grads = load_values(t, count, grad_var, gv_token, channel, V, EVEN, 1, False)
+            mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var = accumulate_token(
+                mean, var, mean_factor, var_ratio, tile_grad_mean, tile_grad_var,
+                queries[0], keys[0], values[0], weights[0], grads[0], var_grads[0], decay, noise, VARIANCE, PTX,
             )  # fmt: skip
     maps += index.to(tl.int64) * 4 * plane + at
     tl.store(maps, tile_grad_mean, mask=inside)
     tl.store(maps + plane, tile_grad_var, mask=inside)
     tl.store(maps + 2 * plane, mean_factor, mask=inside)
-    tl.store(maps + 3 * plane, var_coupling, mask=inside)
+    tl.store(maps + 3 * plane, mean_factor * var_ratio, mask=inside)
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
@@ -213,7 +217,8 @@ def backward(
     splits = max(1, splits)  # `splits` also bounds the memory for partial sums of dq and dk
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
-    cells = {"CHUNK": CHUNK, "RAGGED": is_ragged(length, segments), "VARIANCE": variance, "PTX": supports_ptx()}
+    loops = {"CHUNK": CHUNK, "PREFETCH": PREFETCH, "RAGGED": is_ragged(length, segments)}
+    cells = {"VARIANCE": variance, "PTX": supports_ptx(), **loops}
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     maps = torch.empty(plan.num_tiles, 4, heads, channels, width, **like)
     narrow_block = channels_per_warp(slots, 4)
@@ -221,14 +226,7 @@ def backward(
         q, k, v, precision, log_decay, process_noise, stored, grad_mean, grad_var, maps, plan.tile_table,
         length, plan.size, plan.tiles, *strides, heads, channels, heads // shared,
     )  # fmt: skip
-    options = {
-        "BLOCK": narrow_block,
-        "EVEN": channels % narrow_block == 0,
-        "PREFETCH": PREFETCH // 2,
-        "num_warps": 1,
-        **cells,
-        **common,
-    }
+    options = {"BLOCK": narrow_block, "EVEN": channels % narrow_block == 0, "num_warps": 1, **cells, **common}
     Launch(_map_tile_grads, (plan.num_tiles * -(-channels // narrow_block), heads), arguments, options).run()
     grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
@@ -250,7 +248,7 @@ def backward(
         dqk, plan.tile_table, length, plan.size, plan.tiles, splits, batch * length, *strides, heads, channels,
         heads // shared,
     )  # fmt: skip
-    options = {"BLOCK": size, "EVEN": channels % size == 0, "PREFETCH": PREFETCH, "num_warps": 1, **cells, **common}
+    options = {"BLOCK": size, "EVEN": channels % size == 0, "num_warps": 1, **cells, **common}
     Launch(tile_gradients, (plan.num_tiles * splits, heads), arguments, options).run()
     del states, arguments
     ddynamics = grad_exits.sum(0)[..., :slots].transpose(-1, -2)  # `tile_gradients` replaced the gradients by these

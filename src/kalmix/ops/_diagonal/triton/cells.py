@@ -34,15 +34,30 @@ def load_dynamics(log_decay, noise, head, channel, V, K: tl.constexpr, P: tl.con
 
 
 @triton.jit
-def load_keys(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.constexpr, PREFETCH: tl.constexpr):
-    """Load keys or queries `[1, slots]` of the tokens from `start` to `start + PREFETCH`; the last token repeats.
+def token_row(start, i: tl.constexpr, end, base, stride: tl.constexpr, PREFETCH: tl.constexpr, RAGGED: tl.constexpr):
+    """Return the address of token `start + i` of a group of `PREFETCH`, or of one before `end`."""
+    if RAGGED:
+        row = base + tl.minimum(start + i, end - 1) * stride
+    else:  # groups are whole, so one addition serves a group
+        row = base + tl.minimum(start, end - PREFETCH) * stride + i * stride
+    return row
+
+
+@triton.jit
+def load_keys(
+    start, end, base, stride: tl.constexpr, slot, channel, K: tl.constexpr, P: tl.constexpr, PREFETCH: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
+    """Load keys or queries `[1, slots]` of the tokens from `start` to `start + PREFETCH`; beyond `end` others repeat.
 
     The threads of every channel load them, so that threads exchange nothing.
     """
-    spread = tl.max_contiguous(slot[None, :] + tl.zeros_like(channel)[:, None], [1, 4])
+    # With contiguous slots, a thread would take 8 slots of half precision; 4 need fewer exchanges in sums.
+    groups_of_4 = slot // 4 * 4 + slot % 4
+    spread = groups_of_4[None, :] + tl.zeros_like(channel)[:, None]
     loaded = ()
     for i in tl.static_range(PREFETCH):
-        row = base + tl.minimum(start + i, end - 1) * stride
+        row = token_row(start, i, end, base, stride, PREFETCH, RAGGED)
         if K == P:
             loaded += (tl.load(row + spread),)
         else:
@@ -51,11 +66,14 @@ def load_keys(start, end, base, stride, slot, channel, K: tl.constexpr, P: tl.co
 
 
 @triton.jit
-def load_values(start, end, base, stride, channel, V, EVEN: tl.constexpr, PREFETCH: tl.constexpr):
+def load_values(
+    start, end, base, stride: tl.constexpr, channel, V, EVEN: tl.constexpr, PREFETCH: tl.constexpr,
+    RAGGED: tl.constexpr,
+):  # fmt: skip
     """Load values, precisions or output gradients `[channels, 1]` of these tokens; 0 beyond the last channel."""
     loaded = ()
     for i in tl.static_range(PREFETCH):
-        row = base + tl.minimum(start + i, end - 1) * stride
+        row = token_row(start, i, end, base, stride, PREFETCH, RAGGED)
         if EVEN:
             loaded += (tl.load(row + channel)[:, None],)
         else:

@@ -77,7 +77,8 @@ def extend_tile_map(
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def _map_tiles(
     k, v, precision, log_decay, noise, maps, tile_table,
-    length, size, tiles, k_token, k_head, v_token, v_head, p_token, p_head, G, V, GROUP,
+    length, size, tiles, k_token: tl.constexpr, k_head, v_token: tl.constexpr, v_head,
+    p_token: tl.constexpr, p_head, G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -98,15 +99,15 @@ def _map_tiles(
     factor = tl.full([BLOCK, P], 1.0, tl.float32)
     information = tl.zeros([BLOCK, P], tl.float32)
     info_mean = tl.zeros([BLOCK, P], tl.float32)
-    next_keys = load_keys(0, count, k, k_token, slot, channel, K, P, PREFETCH)
-    next_values = load_values(0, count, v, v_token, channel, V, EVEN, PREFETCH)
-    next_weights = load_values(0, count, precision, p_token, channel, V, EVEN, PREFETCH)
+    next_keys = load_keys(0, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+    next_values = load_values(0, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+    next_weights = load_values(0, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
     whole = count // PREFETCH * PREFETCH
     for start in range(0, whole, PREFETCH):
         keys, values, weights = next_keys, next_values, next_weights
-        next_keys = load_keys(start + PREFETCH, count, k, k_token, slot, channel, K, P, PREFETCH)
-        next_values = load_values(start + PREFETCH, count, v, v_token, channel, V, EVEN, PREFETCH)
-        next_weights = load_values(start + PREFETCH, count, precision, p_token, channel, V, EVEN, PREFETCH)
+        next_keys = load_keys(start + PREFETCH, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+        next_values = load_values(start + PREFETCH, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+        next_weights = load_values(start + PREFETCH, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
         for i in tl.static_range(PREFETCH):
             factor, information, info_mean, var_offset, mean_offset = extend_tile_map(
                 factor,
@@ -123,9 +124,9 @@ def _map_tiles(
             )
     if RAGGED:
         for t in range(whole, count):
-            keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1)
-            values = load_values(t, count, v, v_token, channel, V, EVEN, 1)
-            weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1)
+            keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1, False)
+            values = load_values(t, count, v, v_token, channel, V, EVEN, 1, False)
+            weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1, False)
             factor, information, info_mean, var_offset, mean_offset = extend_tile_map(
                 factor,
                 information,
@@ -200,8 +201,9 @@ def filter_token(
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _read_out(
     q, k, v, precision, log_decay, noise, entry_mean, entry_var, read_mean, read_var, final_mean, final_var, stored,
-    tile_table, length, size, tiles, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
-    mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V, GROUP,
+    tile_table, length, size, tiles, q_token: tl.constexpr, q_head, k_token: tl.constexpr, k_head,
+    v_token: tl.constexpr, v_head, p_token: tl.constexpr, p_head,
+    mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr,
     STORE: tl.constexpr, PTX: tl.constexpr,
@@ -233,16 +235,16 @@ def _read_out(
             stored += 2 * plane
         end = tl.minimum(chunk + CHUNK, count)
         whole = chunk + (end - chunk) // PREFETCH * PREFETCH
-        next_queries = load_keys(chunk, count, q, q_token, slot, channel, K, P, PREFETCH)
-        next_keys = load_keys(chunk, count, k, k_token, slot, channel, K, P, PREFETCH)
-        next_values = load_values(chunk, count, v, v_token, channel, V, EVEN, PREFETCH)
-        next_weights = load_values(chunk, count, precision, p_token, channel, V, EVEN, PREFETCH)
+        next_queries = load_keys(chunk, count, q, q_token, slot, channel, K, P, PREFETCH, RAGGED)
+        next_keys = load_keys(chunk, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+        next_values = load_values(chunk, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+        next_weights = load_values(chunk, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
         for start in range(chunk, whole, PREFETCH):
             queries, keys, values, weights = next_queries, next_keys, next_values, next_weights
-            next_queries = load_keys(start + PREFETCH, count, q, q_token, slot, channel, K, P, PREFETCH)
-            next_keys = load_keys(start + PREFETCH, count, k, k_token, slot, channel, K, P, PREFETCH)
-            next_values = load_values(start + PREFETCH, count, v, v_token, channel, V, EVEN, PREFETCH)
-            next_weights = load_values(start + PREFETCH, count, precision, p_token, channel, V, EVEN, PREFETCH)
+            next_queries = load_keys(start + PREFETCH, count, q, q_token, slot, channel, K, P, PREFETCH, RAGGED)
+            next_keys = load_keys(start + PREFETCH, count, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+            next_values = load_values(start + PREFETCH, count, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+            next_weights = load_values(start + PREFETCH, count, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
             for i in tl.static_range(PREFETCH):
                 mean, var = filter_token(
                     start + i, mean, var, queries[i], keys[i], values[i], weights[i], read_mean, read_var,
@@ -250,10 +252,10 @@ def _read_out(
                 )  # fmt: skip
         if RAGGED:
             for t in range(whole, end):
-                queries = load_keys(t, count, q, q_token, slot, channel, K, P, 1)
-                keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1)
-                values = load_values(t, count, v, v_token, channel, V, EVEN, 1)
-                weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1)
+                queries = load_keys(t, count, q, q_token, slot, channel, K, P, 1, False)
+                keys = load_keys(t, count, k, k_token, slot, channel, K, P, 1, False)
+                values = load_values(t, count, v, v_token, channel, V, EVEN, 1, False)
+                weights = load_values(t, count, precision, p_token, channel, V, EVEN, 1, False)
                 mean, var = filter_token(
                     t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
                     channel, V, G, decay, noise, VARIANCE, PTX,

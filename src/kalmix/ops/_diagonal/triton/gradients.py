@@ -14,7 +14,6 @@ from kalmix.ops._diagonal.triton.cells import (
     load_values,
 )
 from kalmix.ops._diagonal.triton.plan import locate_tile
-from kalmix.ops._shared.triton.ptx import reciprocal
 
 
 @triton.jit
@@ -31,78 +30,74 @@ def backward_tokens(
     var = tl.load(states + channel.shape[0] * slot.shape[0])
     if PREFETCH < SAVED_EVERY:
         for t in range(start // SAVED_EVERY * SAVED_EVERY, start):
-            keys = load_keys(t, t + 1, k, k_token, slot, channel, K, P, 1)
-            values = load_values(t, t + 1, v, v_token, channel, V, EVEN, 1)
-            weights = load_values(t, t + 1, precision, p_token, channel, V, EVEN, 1)
+            keys = load_keys(t, t + 1, k, k_token, slot, channel, K, P, 1, False)
+            values = load_values(t, t + 1, v, v_token, channel, V, EVEN, 1, False)
+            weights = load_values(t, t + 1, precision, p_token, channel, V, EVEN, 1, False)
             key, value, weight = keys[0].to(tl.float32), values[0].to(tl.float32), weights[0].to(tl.float32)
             mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
     # All loads come before the stores, which they could not overtake.
     end = start + PREFETCH
-    queries = load_keys(start, end, q, q_token, slot, channel, K, P, PREFETCH)
-    keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH)
-    values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH)
-    weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH)
-    grads = load_values(start, end, grad_mean, gm_token, channel, V, EVEN, PREFETCH)
+    queries = load_keys(start, end, q, q_token, slot, channel, K, P, PREFETCH, False)
+    keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH, False)
+    values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH, False)
+    weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH, False)
+    grads = load_values(start, end, grad_mean, gm_token, channel, V, EVEN, PREFETCH, False)
+    var_grads = load_values(start, end, grad_var, gv_token, channel, V, EVEN, PREFETCH, False)
     pair = tl.arange(0, 2)[None, :]
     real = (slot < K)[:, None] & (pair >= 0)
     sums = dqk + start * dqk_token + 2 * slot[:, None] + pair
-    beliefs, previous_sums = (), ()
+    beliefs, shrinkages, previous_sums = (), (), ()
     for i in tl.static_range(PREFETCH):
-        previous_sums += (tl.load(sums + i * dqk_token, mask=real, other=0.0),)
+        previous_sums += (tl.load(sums + i * dqk_token, mask=real & accumulate, other=0.0),)
     for i in tl.static_range(PREFETCH):
         key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
         beliefs += (mean, var)
-        mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
+        mean, var, shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, noise, PTX)
+        shrinkages += (shrinkage,)
     for i in tl.static_range(PREFETCH - 1, -1, -1):
         t = start + i
-        posterior_mean = mean
-        mean, var = beliefs[2 * i], beliefs[2 * i + 1]
+        posterior_mean, posterior = mean, var
+        mean, var, shrinkage = beliefs[2 * i], beliefs[2 * i + 1], shrinkages[i]
         query, key, value = queries[i].to(tl.float32), keys[i].to(tl.float32), values[i].to(tl.float32)
         weight, grad = weights[i].to(tl.float32), grads[i].to(tl.float32)
-
-        predicted = decay * decay * var + noise
-        weighted_key = key * weight
-        shrinkage = reciprocal(1.0 + key * weighted_key * predicted, PTX)
-        posterior = predicted * shrinkage
-        predicted_mean = decay * mean
-        error = value - key * predicted_mean
-        gain = posterior * weighted_key
 
         gm += query * grad
         dquery = grad * posterior_mean
         if VARIANCE:
-            read_grads = load_values(t, t + 1, grad_var, gv_token, channel, V, EVEN, 1)
-            grad_read_var = read_grads[0].to(tl.float32)
+            grad_read_var = var_grads[i].to(tl.float32)
             gs += query * query * grad_read_var
-            dquery += 2.0 * query * grad_read_var * posterior
-        # mean' = predicted_mean + gain error; gain = posterior weighted_key;
-        # posterior = predicted / (1 + key weighted_key predicted)
-        dgain = gm * error
-        grad_error = gm * gain
-        weighted_var = gs * posterior
-        dweighted_key = posterior * (dgain * shrinkage - key * weighted_var)  # as 1 - key gain is `shrinkage`
-        dkey = weight * dweighted_key - gain * (weighted_var + dgain * gain) - predicted_mean * grad_error
-        dpredicted = (gs + dgain * weighted_key) * shrinkage * shrinkage
-        grad_noise += dpredicted
-        gm = decay * (gm * shrinkage)
-        gs = decay * decay * dpredicted
-        grad_log_decay += 2.0 * var * gs + mean * gm
+            dquery += (2.0 * grad_read_var) * (query * posterior)
+        # In terms of the information 1 / posterior and of posterior_mean / posterior, to which the token adds
+        # key^2 weight and key weight value. Errors after the update are errors before it times `shrinkage`.
+        grad_predicted_mean = gm * shrinkage
+        error_grad = grad_predicted_mean * (value - key * (decay * mean))
+        var_grad = gs * posterior
+        gain = key * posterior
+        change = error_grad - key * var_grad
+        dkey = weight * posterior * (change - key * (gm * posterior_mean + var_grad))
+        dpredicted = shrinkage * (gs * shrinkage + key * weight * error_grad)
 
         to = t * out_token + channel
-        tl.store(dv + to, tl.sum(grad_error, 1).to(dv.dtype.element_ty), mask=channel < V)
-        tl.store(dprecision + to, tl.sum(key * dweighted_key, 1).to(dprecision.dtype.element_ty), mask=channel < V)
-        pair_grads = tl.sum(tl.join(dquery, dkey), 0) + tl.where(
-            accumulate, previous_sums[i], 0.0
-        )  # adds earlier channels
+        dvalue = tl.sum(gain * gm, 1) * tl.sum(weight, 1)
+        tl.store(dv + to, dvalue.to(dv.dtype.element_ty), mask=channel < V)
+        tl.store(dprecision + to, tl.sum(gain * change, 1).to(dprecision.dtype.element_ty), mask=channel < V)
+        pair_grads = tl.sum(tl.join(dquery, dkey), 0) + previous_sums[i]  # adds earlier channels
         tl.store(sums + i * dqk_token, pair_grads, mask=real)
+
+        grad_noise += dpredicted
+        gm = decay * grad_predicted_mean
+        gs = decay * decay * dpredicted
+        grad_log_decay += 2.0 * var * gs + mean * gm
     return gm, gs, grad_noise, grad_log_decay
 
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "splits", "tokens"])
 def tile_gradients(
     q, k, v, precision, log_decay, noise, stored, states, grad_exits, grad_mean, grad_var, dv, dprecision, dqk,
-    tile_table, length, size, tiles, splits, tokens, q_token, q_head, k_token, k_head, v_token, v_head, p_token, p_head,
-    gm_token, gm_head, gv_token, gv_head, G, V, GROUP,
+    tile_table, length, size, tiles, splits, tokens,
+    q_token: tl.constexpr, q_head, k_token: tl.constexpr, k_head, v_token: tl.constexpr, v_head,
+    p_token: tl.constexpr, p_head, gm_token: tl.constexpr, gm_head, gv_token: tl.constexpr, gv_head,
+    G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PREFETCH: tl.constexpr,
     PACKED: tl.constexpr, EVEN: tl.constexpr, RAGGED: tl.constexpr, VARIANCE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
@@ -142,17 +137,18 @@ def tile_gradients(
             start, end = chunk * CHUNK, tl.minimum(count, (chunk + 1) * CHUNK)
             full_groups = (end - start) // PREFETCH
             to = states
-            next_keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH)
-            next_values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH)
-            next_weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH)
+            next_keys = load_keys(start, end, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+            next_values = load_values(start, end, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+            next_weights = load_values(start, end, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
             for group_start in range(start, end, PREFETCH):
                 tl.store(to, mean)
                 tl.store(to + BLOCK * P, var)
                 to += 2 * BLOCK * P
                 keys, values, weights = next_keys, next_values, next_weights
-                next_keys = load_keys(group_start + PREFETCH, end, k, k_token, slot, channel, K, P, PREFETCH)
-                next_values = load_values(group_start + PREFETCH, end, v, v_token, channel, V, EVEN, PREFETCH)
-                next_weights = load_values(group_start + PREFETCH, end, precision, p_token, channel, V, EVEN, PREFETCH)
+                after = group_start + PREFETCH
+                next_keys = load_keys(after, end, k, k_token, slot, channel, K, P, PREFETCH, RAGGED)
+                next_values = load_values(after, end, v, v_token, channel, V, EVEN, PREFETCH, RAGGED)
+                next_weights = load_values(after, end, precision, p_token, channel, V, EVEN, PREFETCH, RAGGED)
                 for i in tl.static_range(PREFETCH):
                     key, value, weight = keys[i].to(tl.float32), values[i].to(tl.float32), weights[i].to(tl.float32)
                     mean, var, _shrinkage, _innovation = filter_step(mean, var, key, weight, value, decay, process, PTX)

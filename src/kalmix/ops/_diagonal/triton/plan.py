@@ -58,9 +58,9 @@ def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, pl
 def tile_size(length: int, warps: int, resident: int) -> int:
     """Return the tokens per tile.
 
-    With several tiles per sequence the signals are read twice. So there is one tile per sequence if this fills half the
-    GPU. Otherwise there are enough tiles for four rounds of resident warps or, if these tiles had fewer than 64 tokens,
-    for one round.
+    With several tiles per sequence the tokens are filtered twice. So there is one tile per sequence if this gives a
+    fifth of the resident warps, which hide most latencies. Otherwise there are enough tiles for four rounds of resident
+    warps or, if these tiles had fewer than 64 tokens, for one round.
 
     Args:
         length: tokens per sequence.
@@ -69,7 +69,7 @@ def tile_size(length: int, warps: int, resident: int) -> int:
     """
     largest = max(1, length // 64)
     tiles = min(largest, 4 * resident // warps)
-    if 2 * warps >= resident:
+    if 5 * warps >= resident:
         tiles = 1
     elif tiles * warps < 2 * resident:
         tiles = max(1, min(tiles, resident // warps))
