@@ -9,12 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.fused import softplus_precision
+from kalmix.layers.fused import positive, softplus_precision
 from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
 
-_KNEE = 8.0  # where `positive` changes from exponential to power
 DISCRETIZATIONS = ("ou", "zoh")
 # Initial value and lower bound of variances that depend on the token (see `NoiseVariance`). The prior variance is 1, so
 # with an initial noise of 4 the first tokens do not fill the memory.
@@ -31,18 +30,6 @@ STATE_VARIANCES = {
     "key_noise": {"initial": 1.0, "floor": 1e-4},
     "query_noise": {"initial": 1.0, "floor": 1e-4},
 }
-
-
-def positive(raw: Tensor) -> Tensor:
-    """Map a real number to a positive one: exp(raw) for |raw| <= 8, a power of |raw| beyond.
-
-    `exp` and `softplus` underflow in float32 near raw = -104 and `exp` overflows near 88, where the gradient vanishes.
-    Here the logarithm grows like 8 log |raw| beyond 8, with continuous value and slope: at |raw| = 80 the value is
-    e^26.4 or its inverse, and the gradient of its logarithm is 8 / |raw|.
-    """
-    size = raw.abs()
-    slow = raw.sign() * _KNEE * (1 + (size.clamp(min=_KNEE) / _KNEE).log())
-    return torch.where(size <= _KNEE, raw, slow).exp()
 
 
 def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:

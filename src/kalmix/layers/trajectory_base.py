@@ -36,20 +36,22 @@ class StateTransition(NamedTuple):
     Attributes:
         decay: `[..., H, 1]`.
         rotation: cosine and sine of the angle, `[..., H, C]` each.
-        noise: `[..., H, 1]`, variance of the accumulated process noise.
+        noise: `[..., H, 1]`, variance of the accumulated process noise; 0 if it is not requested.
     """
 
     decay: Tensor
     rotation: tuple[Tensor, Tensor]
-    noise: Tensor
+    noise: Tensor | float
 
     @classmethod
-    def of(cls, dynamics: Dynamics, lag: Tensor) -> StateTransition:
-        """Return the transition over lags `[...]` under the dynamics of all heads."""
+    def of(cls, dynamics: Dynamics, lag: Tensor, noise: bool = True) -> StateTransition:
+        """Return the transition over lags `[...]` under the dynamics of all heads, with its noise if requested."""
         angle = dynamics.frequency * lag[..., None, None]
         decay = (dynamics.log_decay * lag[..., None]).exp()
-        noise = dynamics.process_noise * kappa(-dynamics.log_decay, lag[..., None])
-        return cls(decay[..., None], (angle.cos(), angle.sin()), noise[..., None])
+        if not noise:
+            return cls(decay[..., None], (angle.cos(), angle.sin()), 0.0)
+        accumulated = dynamics.process_noise * kappa(-dynamics.log_decay, lag[..., None])
+        return cls(decay[..., None], (angle.cos(), angle.sin()), accumulated[..., None])
 
     def __call__(self, state: Tensor) -> Tensor:
         """Return the decayed and rotated state `[..., H, 2 C]`, without noise."""
@@ -232,7 +234,7 @@ class TrajectoryLayer(Mixer):
         if self.predict is None:
             return estimate.to(v.dtype), state_variance
         lag = estimate.new_ones(()) if horizon is None else horizon.to(dtype)
-        transition = StateTransition.of(self.state_dynamics(dtype), lag)
+        transition = StateTransition.of(self.state_dynamics(dtype), lag, noise=state_variance is not None)
         predicted = transition(estimate)
         if self.prediction_gate is None:
             if state_variance is not None:
@@ -258,7 +260,7 @@ class TrajectoryLayer(Mixer):
     def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:
         """Predict the output `[B, T, D]` at `horizon` `[B, T]` after each token, from that token only."""
         v = to_state_dtype(self.project(x)[2])
-        transition = StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype))
+        transition = StateTransition.of(self.state_dynamics(v.dtype), horizon.to(v.dtype), noise=False)
         return self.out_proj(transition(v).flatten(2).to(x.dtype))
 
     def sample(

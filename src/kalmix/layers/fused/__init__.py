@@ -10,6 +10,7 @@ from kalmix.layers.fused.convolution import short_convolution as short_convoluti
 from kalmix.layers.fused.convolution_step import short_convolution_step as short_convolution_step
 from kalmix.layers.fused.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from kalmix.layers.fused.gating import swiglu as swiglu
+from kalmix.layers.fused.positive import positive as positive
 from kalmix.layers.fused.precision import softplus_precision as softplus_precision
 from kalmix.layers.fused.recompute import without_storing as without_storing
 from kalmix.layers.fused.residual import add_rms_norm as add_rms_norm
