@@ -13,7 +13,9 @@ from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics
 from kalmix.segments import Segments
 from kalmix.types import Filtered, belief_dtype
-from kalmix.validation import check_positive_int
+from kalmix.validation import check_choice, check_positive_int
+
+KERNELS = ("triton", "reference")  # of `attend_radial`
 
 
 class RadialTangentialAttention(TrajectoryLayer):
@@ -46,12 +48,14 @@ class RadialTangentialAttention(TrajectoryLayer):
         window: number of tokens that a query attends to, including its own, >= 1; all by default.
         predict: "step" predicts z at `horizon` after the token, as published; "gate" mixes z and that prediction by a
             gate computed from the token; `None` returns z and ignores `horizon`.
+        kernel: name of a kernel of `kalmix.ops.attend_radial`; by default chosen by device, dtype and shape.
 
     Raises:
         ArgumentError: an option has the wrong type or value; or, in a call, an argument has the wrong type, shape,
             dtype or device, x, times or horizon is not finite, times decrease in a sequence, or a horizon is negative.
             Values are checked on the CPU; on a GPU only inside `kalmix.checks()`.
         TypeError: an option or argument has an unknown name.
+        KernelError: the requested kernel does not support the call. An unknown name is an `ArgumentError`.
 
     Shape:
         In `y, state = layer(x, state=None, segments=None, times=None, horizon=None)`, x and y are `[B, T, D]`, in the
@@ -64,8 +68,8 @@ class RadialTangentialAttention(TrajectoryLayer):
         `state` is a `kalmix.HistoryBelief` of all past tokens, or the newest `window`: keys and values
         `[N, S, H, 2 C]` in float32 (float64 for float64 inputs), times and positions.
 
-    Complexity: O(T (S + T) H C) for T tokens after S stored ones, and the projections. There is only PyTorch code, no
-    Triton kernel. A `window` limits S. If `state` is `None`, blocks of queries also skip tokens before their window.
+    Complexity: O(T (S + T) H C) for T tokens after S stored ones, and the projections. A `window` limits S. If
+    `state` is `None`, blocks of queries also skip tokens before their window.
 
     Example:
         >>> from kalmix.layers import RadialTangentialAttention
@@ -85,10 +89,13 @@ class RadialTangentialAttention(TrajectoryLayer):
         rotary_base: float = 10000.0,
         window: int | None = None,
         predict: str | None = "step",
+        kernel: str | None = None,
     ) -> None:
         check_positive_int("window", 1 if window is None else window)
+        if kernel is not None:
+            check_choice("kernel", kernel, KERNELS)
         sizes = complex_heads(hidden_size, heads, head_dim)
-        super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict)
+        super().__init__(hidden_size, sizes, rotary_base=rotary_base, parts=(2,), predict=predict, kernel=kernel)
         self.window = window
         self.robust_weights: RobustWeights = RobustWeights(sizes.heads, nu=(2.0, 2.0 * max(1, sizes.key_width - 1)))
 
@@ -112,5 +119,5 @@ class RadialTangentialAttention(TrajectoryLayer):
         """Call `kalmix.ops.attend_radial`."""
         dtype = belief_dtype(q.dtype)
         arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
-        arguments |= {"window": self.window, "variance": variance}
+        arguments |= {"window": self.window, "variance": variance, "kernel": self.kernel}
         return ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **arguments)

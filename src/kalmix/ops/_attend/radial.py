@@ -6,10 +6,12 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
-from kalmix.ops._attend import radial_kernel as kernel
 from kalmix.ops._attend.api import Weight, check_channels, check_dynamics, check_history, empty_output, make_weighting
 from kalmix.ops._attend.dynamics import Dynamics
+from kalmix.ops._attend.kernels import RADIAL_KERNELS
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.validation import check_tokens
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -35,6 +37,7 @@ def attend_radial(
     belief: HistoryBelief | None = None,
     variance: bool = False,
     segments: Segments | None = None,
+    kernel: str | None = None,
 ) -> Filtered:
     r"""Compute Adaptive Filter Attention with separate noises along and across the direction of each value.
 
@@ -74,6 +77,8 @@ def attend_radial(
             softmax.
         times, weight, window, floor, causal, belief, segments: as in `kalmix.ops.attend`.
         variance: also return the variance.
+        kernel: "triton" (on a GPU; up to 128 columns in bfloat16, 64 in other dtypes) or "reference" (PyTorch
+            operations); by default chosen by device, dtype and shape.
 
     Returns:
         `Filtered` with mean `[B, T, H, 2 C]` in the dtype of `v`, variance `[B, T, H, 2 C]` in the dtype of the belief
@@ -83,10 +88,10 @@ def attend_radial(
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
+        KernelError: `kernel` is unknown or does not support the call, or "triton" is differentiated twice.
 
-    There is one implementation, of PyTorch operations, with derivatives of every order. Compiled code has those of
-    first order only; PyTorch does not always raise an error for higher ones there. Values are checked as in
-    `kalmix.ops.attend`.
+    Kernel "triton" has first derivatives only, "reference" those of every order. Compiled code has those of first order
+    only; PyTorch does not always raise an error for higher ones there. Values are checked as in `kalmix.ops.attend`.
 
     Complexity: O(T (S + T) C) operations with S slots of the belief; memory O((S + T) C).
 
@@ -112,7 +117,9 @@ def attend_radial(
     check_dynamics("", dynamics, ("H", "H C", "H R"), sizes, v, positive_key_noise=variance)
     weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H R", "H R", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
+    request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
+    kernel_function = select_kernel("attend_radial", RADIAL_KERNELS, request, kernel)
     if min(sizes.values()) == 0:
         return empty_output(v, belief, causal, v.shape[3] if variance else None)
     signals = AttendSignals(q, k, v, times, dynamics, None, weighting)
-    return kernel.attend_radial(signals, belief, segments, variance)
+    return kernel_function(signals, belief, segments, variance)

@@ -47,7 +47,7 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
     floor = floor.to(dtype)[:, None, None]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     token_values = v[:, :, past_length:]
-    unit = _direction(token_values)  # [L, H, T, 2 C]
+    unit = unit_rows(token_values)  # [L, H, T, 2 C]
     unit_times_i, carrier = times_i(unit), frequency_grad_carrier(dynamics.frequency, dtype)
 
     def attend_block(queries: slice, slots: slice) -> tuple[Tensor, ...]:
@@ -100,7 +100,7 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
             weight_lag = weights[1] * lag
             step = step + carrier * (weight_lag @ times_i(value)) - carrier.square() / 2 * ((weight_lag * lag) @ value)
         step = step - (u * step).sum(-1, keepdim=True) * u - (iu * step).sum(-1, keepdim=True) * iu
-        mean = magnitude * _direction(token_values[:, :, queries] + step)
+        mean = magnitude * unit_rows(token_values[:, :, queries] + step)
         if not variance:
             return (mean.transpose(1, 2),)
         radial_share = u.unflatten(-1, (2, -1)).square().sum(-2).repeat(1, 1, 1, 2)  # squared component of each channel
@@ -109,7 +109,7 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
     return map_query_blocks(attend_block, config, rank, q.shape[2], q.shape[0] * q.shape[1] * k.shape[2])
 
 
-def _direction(x: Tensor) -> Tensor:
+def unit_rows(x: Tensor) -> Tensor:
     """Divide vectors `[..., 2 C]` by their norms; 0, without a derivative, where the squared norm is 0."""
     square = x.square().sum(-1, keepdim=True)
     return x / torch.where(square > 0, square, torch.inf).sqrt()
