@@ -38,7 +38,24 @@ def head() -> tuple[Tensor, ...]:
     return torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(7)
 
 
+def radial() -> tuple[Any, ...]:
+    """Return arguments of the Triton kernel of `attend_radial`."""
+    times, rank = torch.arange(5).double().expand(2, 5), torch.arange(5).expand(2, 5)
+    tensors = (*torch.randn(3, 2, 5, 2, 4), torch.randn(2, 2), times, rank, torch.rand(2, 12) + 0.1)
+    return *tensors, True, True, 1 << 39, False, True, torch.float32, True
+
+
+def robust_filter() -> tuple[Any, ...]:
+    """Return arguments of the Triton kernel of `recurrent-afa`."""
+    state = torch.randn(3, 2, 2, 4), torch.rand(3, 1, 2, 1), torch.zeros(3, 1, 1, 1, dtype=torch.float64)
+    times, rows = torch.arange(5).double().expand(2, 5), torch.tensor([[0, 0, 3], [0, 3, 5], [1, 0, 5]]).int()
+    return *torch.randn(3, 2, 5, 2, 4), *state, torch.rand(6, 2) + 0.1, torch.randn(2, 2), times, rows, 2
+
+
 FUSED = {  # parts of layers: arguments of the op
+    "attend_radial_triton": radial,
+    "recurrent_afa_triton": robust_filter,
+    "positive": lambda: (torch.randn(2, 3),),
     "l2_normalize": lambda: (torch.randn(2, 5, 3, 4), 0.5, 1e-6, False),
     "short_convolution": lambda: (
         *(torch.randn(2, 5, 6), torch.randn(6, 4), torch.randn(6), torch.randn(3, 3, 6)),
