@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmix.filtering import lower
 from kalmix.layers import fused
-from kalmix.ops import OPS, ConjugateGradient
+from kalmix.ops import OPS, ConjugateGradient, attend_radial
 from kalmix.segments import segments_without_checks
 from kalmix.testing.cases import PROBLEMS, Case
 from kalmix_bench.perf.gpu_steps import STEPS
@@ -165,7 +165,39 @@ def _cross_entropy(dtype: torch.dtype) -> None:
     _differentiate([fused.linear_cross_entropy(hidden, weight, targets)], [hidden, weight])
 
 
+def _attend_radial(dtype: torch.dtype) -> None:
+    for length, width, options in itertools.product(
+        (32, 256), (16, 64, 128), ({}, {"variance": True}, {"causal": False, "weight": "exponential", "window": 32})
+    ):
+        if width > 64 and dtype != torch.bfloat16:
+            continue
+        x = _draw(dtype, *[(2, length, 2, width)] * 3)
+        log_decay, floor, frequency, *others = _draw(torch.float32, (2,), (2,), (2, width // 2), *[(2, 2)] * 5)
+        names = ("process_noise", "key_noise", "query_noise", "nu", "temperature")
+        given = {
+            "log_decay": log_decay,
+            "frequency": frequency,
+            "floor": floor,
+            **dict(zip(names, others, strict=True)),
+        }
+        result = attend_radial(*x, **given, **options, kernel="triton")
+        _differentiate([*result[:2]], x)
+
+
+def _robust_filter(dtype: torch.dtype) -> None:
+    for width, iterations in itertools.product((16, 128, 512), (1, 3)):
+        x = _draw(dtype, *[(2, 256, 2, width)] * 3)
+        state = _draw(torch.float32, (2, 2, 2, width), (2, 1, 2, 1))
+        time, params = torch.empty(2, 1, 1, 1, dtype=torch.float64, device="meta"), _draw(torch.float32, (6, 2))
+        frequency = _draw(torch.float32, (2, width // 2))
+        op = torch.ops.kalmix.recurrent_afa_triton.default
+        for times in (None, torch.empty(2, 256, dtype=torch.float64, device="meta")):
+            _differentiate([*op(*x, *state, time, *params, *frequency, times, None, iterations)[:2]], x)
+
+
 FUSED: dict[str, Callable[[torch.dtype], None]] = {
+    "attend_radial": _attend_radial,
+    "robust_filter": _robust_filter,
     "l2_normalize": _l2_normalize,
     "rms_norm": _rms_norm,
     "gates": _gates,
