@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take
 from kalmix.layers.base import check_state_tensor
-from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.layers.fused.robust_filter import register_robust_filter
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, recomputed_op, run_steps
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
-from kalmix.segments import Segments, check_times, segments_without_checks
+from kalmix.segments import Segments, check_times
 from kalmix.types import Filtered, belief_dtype, replace_fields
 from kalmix.validation import check_positive_int, check_range
 
@@ -228,96 +227,7 @@ def _run_filter_fake(tensors, options):
 _compiled_op = recomputed_op("kalmix::recurrent_afa", _run_filter, _run_filter_fake, "`RecurrentFilterAttention`")
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mean: Tensor,
-    precision: Tensor,
-    time: Tensor,
-    params: Tensor,
-    frequency: Tensor,
-    times: Tensor | None,
-    rows: Tensor | None,
-    iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return means, variances, the final state, and tensors for the backward pass."""
-    from kalmix.layers.fused.triton.robust_filter import forward
-
-    return forward(  # pyright: ignore[reportReturnType]
-        q, k, v, mean, precision, time, params, frequency, times, rows, iterations
-    )
-
-
-def _forward_fake(_q, _k, v, mean, precision, time, _params, _frequency, _times, _rows, iterations):
-    sizes = ((1,), (2 * v.shape[3],), (), (iterations,))
-    variances, *saved = (precision.new_empty(*v.shape[:3], *x) for x in sizes)
-    return v.new_empty(v.shape), variances, *(x.new_empty(x.shape) for x in (mean, precision, time)), *saved
-
-
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mean: Tensor,
-    precision: Tensor,
-    time: Tensor,
-    params: Tensor,
-    frequency: Tensor,
-    times: Tensor | None,
-    rows: Tensor | None,
-    saved: list[Tensor],
-    grad_means: Tensor | None,
-    grad_variances: Tensor | None,
-    grad_mean: Tensor | None,
-    grad_precision: Tensor | None,
-    iterations: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients of q, k, v, mean, precision, params and frequency."""
-    from kalmix.layers.fused.triton.robust_filter_backward import backward
-
-    grads = [grad_means, grad_variances, grad_mean, grad_precision]
-    return backward(  # pyright: ignore[reportReturnType]
-        q, k, v, mean, precision, time, params, frequency, times, rows, saved, grads, iterations
-    )
-
-
-def _backward_fake(q, k, v, mean, precision, _time, params, frequency, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v, mean, precision, params, frequency))
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    *tensors, ctx.iterations = inputs
-    ctx.save_for_backward(*tensors, *output[5:])
-    ctx.mark_non_differentiable(*output[4:])
-
-
-def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    tensors = ctx.saved_tensors
-    found = _filter_backward(*tensors[:10], list(tensors[10:]), *grads[:4], ctx.iterations)
-    return *found[:5], None, *found[5:], None, None, None
-
-
-def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-    *inputs, times, rows = ctx.saved_tensors[:10]
-
-    def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, mean, precision, time, params, frequency = tensors
-        rate, process, noise, *others = params
-        segment_ids = None if rows is None else segments_without_checks(rows).segment_ids(*q.shape[:2])
-        given = [q, k, v, mean, precision, time, -rate, frequency, process, noise, noise, *others]
-        given += [x for x in (times, segment_ids) if x is not None]
-        means, *rest = _run_filter(given, [ctx.iterations, times is not None, rows is not None])
-        return means.to(v.dtype), *rest[:3]
-
-    return *differentiate(run, inputs, grads[:4]), None, None, None
-
-
-_filter_op = custom_op("kalmix::recurrent_afa_triton", with_launch_cache(_forward), _forward_fake)
-_filter_backward = without_dispatcher(
-    custom_op("kalmix::recurrent_afa_triton_backward", with_launch_cache(_backward), _backward_fake)
-)
-_filter = register_gradients(_filter_op, _setup, _gradients, _differentiable_gradients)
+_filter = register_robust_filter(_run_filter)
 
 
 class _Step:

@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._attend.triton.scores import LOG2E, kappa
 from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.kappa import LOG2E, kappa
 from kalmix.ops._shared.triton.ptx import log2, reciprocal, supports_ptx
 from kalmix.ops._shared.triton.tiles import contiguous_rows
 

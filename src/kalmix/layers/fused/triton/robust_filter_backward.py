@@ -17,8 +17,8 @@ from kalmix.layers.fused.triton.robust_filter import (
     token_lag,
     transition,
 )
-from kalmix.ops._attend.triton.scores import LOG2E, kappa, kappa_slope
 from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.kappa import LOG2E, kappa, kappa_slope
 from kalmix.ops._shared.triton.ptx import log2, reciprocal
 
 
