@@ -14,14 +14,19 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from launch_log import log_launches
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops import Dynamics
 from kalmix.ops._attend import custom_op as triton_kernel
 from kalmix.ops._attend import reference
 from kalmix.ops._attend.dynamics import Weighting
+from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._attend.triton import backward, forward
+from kalmix.ops._shared import custom_op
+from kalmix.ops._shared.triton import compile_and_launch
+from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
 from kalmix.types import Filtered
@@ -88,7 +93,7 @@ def outputs_and_gradients(
     """Return outputs, tensors of the belief, and gradients of their sum with weights that every dtype represents."""
     inputs_with_grad = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     result = call_kernel(function, inputs_with_grad, timing, options, segments)
-    belief_tensors = [] if result.belief is None else result.belief[:2]
+    belief_tensors = [] if result.belief is None else result.belief.compact()[:2]
     outputs = [x for x in (*result[:2], *belief_tensors) if x is not None]
     generator = torch.Generator().manual_seed(1)
     weights = [(torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x) for x in outputs]
@@ -124,12 +129,14 @@ def call_kernel(
 SEGMENTS = Segments.of(torch.tensor([[0, 0, 13], [1, 3, 18], [0, 14, 36], [1, 20, 20], [1, 20, 36]]))
 LONG_SEGMENTS = Segments.of(torch.tensor([[0, 0, 130], [0, 131, 300], [1, 3, 290], [1, 290, 290]]))
 PLAIN, WITH_VARIANCE = (True, None, True, False), (True, None, True, True)
+PLAIN_WINDOW = (True, 5, True, False)
 WINDOW, TWO_SIDED = (False, 21, True, True), (False, 9, False, True)
 SHAPES = [  # batch, tokens, heads, widths, own value dynamics, dtype, history, options, segments
     (1, 37, (1, 1), (6, 6), False, torch.float32, 0, PLAIN, None),  # three blocks, the last one odd
     (1, 37, (1, 2), (4, 10), True, torch.float32, 0, WINDOW, None),
     (2, 36, (1, 1), (4, 4), False, torch.float32, 0, WITH_VARIANCE, SEGMENTS),
     (2, 36, (1, 1), (4, 4), True, torch.float32, 7, WITH_VARIANCE, SEGMENTS),
+    (2, 36, (1, 1), (4, 4), False, torch.float32, 0, PLAIN_WINDOW, SEGMENTS),
     (1, 37, (1, 1), (4, 6), True, torch.float32, 0, TWO_SIDED, None),
     (1, 20, (1, 1), (18, 18), False, HALF, 20, WINDOW, None),
     (1, 9, (1, 2), (4, 4), False, HALF, 0, PLAIN, None),  # the belief is a float32 copy of the inputs
@@ -324,6 +331,67 @@ def outputs_and_token_gradients(
         outputs, [inputs_with_grad[name] for name in SIGNALS], [upstream.expand_as(x) for x in outputs]
     )
     return [x.detach() for x in (*outputs, *grads)]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("window", [None, 3, 99])
+@pytest.mark.parametrize("has_times", [True, False])
+@pytest.mark.parametrize(
+    "rows", [SEGMENTS.rows.tolist(), [[0, 4, 36], [1, 0, 20]], [[1, 3, 9]], [[0, 0, 0]] * 3], ids=str
+)
+def test_layout_of_segments_matches_the_one_of_the_torch_kernels(
+    rows: list[list[int]], has_times: bool, window: int | None, causal: bool
+) -> None:
+    inputs, (times, *_) = arguments(2, 36, (1, 1), (4, 4), False, torch.float32, len(rows), 0)
+    q, k, v = (inputs[name] for name in SIGNALS)
+    segments = Segments(torch.tensor(rows, dtype=torch.int32, device=DEVICE).view(-1, 3))
+    call_times = times.to(DEVICE) if has_times else None
+    none, no_time = k.new_zeros(len(rows), 0, 1, 4), times.new_zeros(len(rows), 0)
+    belief = HistoryBelief(none, none, no_time, no_time.long()).to(DEVICE)
+    weighting = Weighting._make((*(inputs[name] for name in WEIGHTING), True, window, causal))
+    dynamics = Dynamics._make(inputs[name] for name in DYNAMICS)
+    signals = AttendSignals(q, k, v, call_times, dynamics, None, weighting)
+    want = make_layout(q, k, v, call_times, belief, segments, window)
+    got, tokens = triton_kernel._segment_layout(signals, belief, segments)
+    assert torch.equal(got.rank, want.rank) and torch.equal(got.times, want.times)
+    if causal:
+        slots = (triton_kernel._slots_of_sequences(x, segments, tokens) for x in (k, v))
+        found = HistoryBelief._make((*slots, *got.final_belief[2:]))
+        assert found.positions.shape[1] <= min(72, window or 72)
+        assert all(torch.equal(x, y) for x, y in zip(found.compact(), want.final_belief.compact(), strict=True))
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
+def test_packed_sequences_add_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch computes parameters, but neither layouts nor masks."""
+    log_launches(monkeypatch)
+    launches: list[str] = []
+    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch.kernel.__name__))
+    monkeypatch.setattr(custom_op, "_is_plain_call", lambda inputs: True)
+    monkeypatch.setattr(compile_and_launch, "precompile", lambda *_: None)
+    inputs, timing = arguments(1, 70, (1, 1), (4, 4), False, HALF, 3, 0)
+    counts = []
+    for segments in (None, Segments.packed(torch.tensor([0, 30, 30, 70]))):
+        launches.clear()
+        given = {name: x.detach().requires_grad_() for name, x in inputs.items()}
+        times, *history = (x[: 1 if segments is None else 3] for x in timing)
+        with CountWork() as work:
+            mean = call_kernel(triton_kernel.attend, given, (times, history[0], history[1]), PLAIN, segments).mean
+            torch.autograd.grad(mean, list(given.values()), torch.ones_like(mean))
+        counts.append((len(launches), work.count))
+    (plain_launches, plain_work), (packed_launches, packed_work) = counts
+    assert packed_launches == plain_launches + 2 and packed_work <= plain_work
+
+
+class CountWork(TorchDispatchMode):
+    """Count the operations of PyTorch that a GPU would launch a kernel for: not views, not allocations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        name = func.overloadpacket.__name__
+        self.count += not (func.is_view or "empty" in name or name in ("detach", "_unsafe_view"))
+        return func(*args, **(kwargs or {}))
 
 
 def test_score_gradients_sum_to_zero() -> None:

@@ -19,6 +19,7 @@ DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 CASES = {  # a call that runs each op, forward and backward
     "additive_chunked": ("additive-keys", "chunked"),
     "attend_chunked": ("attend", "chunked"),
+    "attend_segment_slots": ("attend-window", "triton"),
     "attend_triton": ("attend", "triton"),
     "delta_chunked": ("delta-keys", "chunked"),
     "dense_chunked": ("dense-turning", "chunked"),
@@ -29,7 +30,7 @@ CASES = {  # a call that runs each op, forward and backward
     "ridge_chunked": ("ridge", "chunked"),
     "ridge_triton": ("ridge", "triton"),
 }
-WITHOUT_BACKWARD = {"ridge_chunked"}
+WITHOUT_BACKWARD = {"attend_segment_slots", "ridge_chunked"}
 GRADIENTS_IN_FORWARD = {"linear_cross_entropy"}
 
 

@@ -82,14 +82,21 @@ def score_config(values: Dynamics | None, weighting: Weighting) -> ScoreConfig:
     return ScoreConfig(values is None, weighting.rational, weighting.causal, window)
 
 
-def stack_head_params(keys: Dynamics, values: Dynamics | None, weighting: Weighting, dtype: torch.dtype) -> Tensor:
-    """Stack the parameters of all heads in the order of `HeadParams`, `[11, H]`."""
+def stack_head_params(
+    keys: Dynamics, values: Dynamics | None, weighting: Weighting, dtype: torch.dtype, detach_shared: bool = False
+) -> Tensor:
+    """Stack the parameters of all heads in the order of `HeadParams`, `[11, H]`.
+
+    With `detach_shared`, parameters of values that equal those of keys pass no gradient.
+    """
 
     def noise(x: Dynamics) -> list[Tensor]:
         return [y.to(dtype) for y in (-x.log_decay, x.process_noise, x.key_noise, x.query_noise)]
 
     key_params = noise(keys)  # one tensor for both, so that autograd adds their gradients in `dtype`
     value_params = key_params if values is None else noise(values)
+    if values is None and detach_shared:
+        value_params = [x.detach() for x in key_params]
     return torch.stack([*key_params, *value_params, *(x.to(dtype) for x in weighting[:3])])
 
 

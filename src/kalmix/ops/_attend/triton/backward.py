@@ -103,7 +103,8 @@ def query_grads_kernel(
     key_features += (row * H + head) * feature_count(SHARED) * key_blocks * BLOCK
     query_block_times += row * query_blocks + block
     key_block_times += row * key_blocks
-    key_ranks += row * key_blocks * 2
+    query_ranks += row * query_blocks * 3
+    key_ranks += row * key_blocks * 3
     score_offset = (row * G + value_head) * padded_tokens + at
     column = tl.arange(0, W)
     output_tile = load_rows(output + base * V, G * V, tokens - start, column, V, M)
@@ -130,8 +131,8 @@ def query_grads_kernel(
         stop, near_start = tl.minimum(past_length + start + M, slots), (past_length + block * BLOCK) // BLOCK * BLOCK
     high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if MASKED:
-        high, low = load_block_ranks(query_ranks + row * query_blocks * 2, block)
-        first_block, stop_block = visible_block_range(key_ranks, high, low, key_blocks, window, False, CAUSAL)
+        high, low = load_block_ranks(query_ranks, block)
+        first_block, stop_block = visible_block_range(key_ranks, query_ranks, block, key_blocks, window, False, CAUSAL)
         begin, stop = first_block * BLOCK, tl.minimum(stop, stop_block * BLOCK)
     NEAR_N: tl.constexpr = N // 2 if N > 16 else N
     rest = delta
@@ -175,13 +176,13 @@ def query_grads_kernel(
     reloaded = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M).to(tl.float32)
     grad_query = params[2] * (grad_query + sum_to_column(grad_norm) * reloaded)
     store_rows(grad_q + base * K, G * K, tokens - start, tl.arange(0, P), grad_query, K, M)
-    grad_head_params += ((row * tl.num_programs(0) + tile) * G + value_head) * NUM_PARAMS
+    grad_head_params += (row * tl.num_programs(0) + tile) * NUM_PARAMS * G + value_head
     nu, temperature, noises = sums
     for i in tl.static_range(8):
-        tl.store(grad_head_params + i, sum_all(noises[i]))
-    tl.store(grad_head_params + 8, -0.5 * params[2] * params[2] * sum_all(nu))
-    tl.store(grad_head_params + 9, -LN2 / params[3] * sum_all(temperature))
-    tl.store(grad_head_params + 10, sum_all(noises[8]))
+        tl.store(grad_head_params + i * G, sum_all(noises[i]))
+    tl.store(grad_head_params + 8 * G, -0.5 * params[2] * params[2] * sum_all(nu))
+    tl.store(grad_head_params + 9 * G, -LN2 / params[3] * sum_all(temperature))
+    tl.store(grad_head_params + 10 * G, sum_all(noises[8]))
 
 
 @triton.jit
@@ -254,7 +255,8 @@ def key_grads_kernel(
     key_features += (row * H + head) * feature_count(SHARED) * key_blocks * BLOCK
     query_block_times += row * query_blocks
     key_block_times += row * key_blocks + block
-    query_ranks += row * query_blocks * 2
+    query_ranks += row * query_blocks * 3
+    key_ranks += row * key_blocks * 3
     max_scores += (row * G + value_head) * padded_tokens
     deltas += (row * G + value_head) * padded_tokens
     rests += (row * G + value_head) * padded_tokens
@@ -272,8 +274,8 @@ def key_grads_kernel(
         far_start = tl.maximum(tl.cdiv((block + 1) * BLOCK - past_length, BLOCK), 0) * BLOCK
     high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if MASKED:
-        high, low = load_block_ranks(key_ranks + row * key_blocks * 2, block)
-        first_block, stop_block = visible_block_range(query_ranks, high, low, query_blocks, window, True, CAUSAL)
+        high, low = load_block_ranks(key_ranks, block)
+        first_block, stop_block = visible_block_range(query_ranks, key_ranks, block, query_blocks, window, True, CAUSAL)
         begin, stop = tl.maximum(begin, first_block * BLOCK), tl.minimum(stop, stop_block * BLOCK)
     NEAR_N: tl.constexpr = M // 2 if M > 16 else M
     sums, grad_log_decay = (grad_norm, grad_norm, grad_norm, grad_norm), tl.zeros([N, 1], tl.float32)
@@ -299,10 +301,10 @@ def key_grads_kernel(
         value_rate, value_process, value_key_noise = key_side_noise_grads(
             reloaded_tokens[2], params[1], grad_value_state, grad_precision_state, 0.0, grad_log_decay
         )
-    grad_head_params += ((row * tl.num_programs(0) + tl.program_id(0)) * G + value_head) * NUM_PARAMS
+    grad_head_params += (row * tl.num_programs(0) + tl.program_id(0)) * NUM_PARAMS * G + value_head
     for i in tl.static_range(NUM_PARAMS):
         tl.store(
-            grad_head_params + i,
+            grad_head_params + i * G,
             (rate, process, key_noise, 0.0, value_rate, value_process, value_key_noise, 0.0, 0.0, 0.0, 0.0)[i],
         )
     for first in tl.range(begin, tl.minimum(far_start, stop), NEAR_N, num_stages=2):
@@ -339,7 +341,7 @@ def backward(
     qk_frequency_grads = frequency_grad_buffers(q, k)
     value_frequency_grads = frequency_grad_buffers(grad_mean, join_slices(v))
     grad_output = rotate_backward(
-        grad_mean, join_slices(output), times, value_frequency, True, v.dtype, value_frequency_grads[0],
+        grad_mean, join_slices(output), times, rank, value_frequency, True, masked, v.dtype, value_frequency_grads[0],
         weight_sums[:, ::slices].contiguous(),
     )  # fmt: skip
     padding = slices * slice_width - value_width
@@ -352,7 +354,7 @@ def backward(
     num_query_tiles, num_key_tiles = -(-tokens // query_tiles["M"]), -(-slots // key_tiles["N"])
     grad_q, grad_k = (torch.empty(count, n, value_heads, width, **float32) for n in (tokens, slots))
     grad_v = torch.empty(v.shape, **float32)
-    grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), value_heads, NUM_PARAMS.value, **float32)
+    grad_head_params = torch.empty(count * (num_query_tiles + num_key_tiles), NUM_PARAMS.value, value_heads, **float32)
     deltas = torch.empty_like(max_scores)
     rests = deltas if config.rational else torch.empty_like(max_scores)
     args = (q, k, v, times, rank, *blocks, head_params)
@@ -365,12 +367,13 @@ def backward(
     ), launch.compiled | key_tiles).run()  # fmt: skip
     if value_heads != heads:
         grad_q, grad_k = (x.unflatten(2, (heads, -1)).sum(3) for x in (grad_q, grad_k))
-    grad_q = rotate_backward(grad_q, q, times, frequency, False, dtype, qk_frequency_grads[0])
-    grad_k = rotate_backward(grad_k, k, times, frequency, False, dtype, qk_frequency_grads[1])
+    options = (False, masked, dtype)
+    grad_q = rotate_backward(grad_q, q, times, rank, frequency, *options, qk_frequency_grads[0])
+    grad_k = rotate_backward(grad_k, k, times, rank, frequency, *options, qk_frequency_grads[1])
     grad_v = rotate_backward(
-        join_slices(grad_v), join_slices(v), times, value_frequency, False, dtype, value_frequency_grads[1]
+        join_slices(grad_v), join_slices(v), times, rank, value_frequency, *options, value_frequency_grads[1]
     )
-    grad_head_params = grad_head_params.sum(0).unflatten(0, (heads, -1)).sum(1).T.contiguous()
+    grad_head_params = grad_head_params.unflatten(2, (heads, -1)).sum((0, 3))
     return (
         grad_q, grad_k, grad_v, sum_frequency_grads(qk_frequency_grads[2], frequency),
         sum_frequency_grads(value_frequency_grads[2], value_frequency), grad_head_params,

@@ -43,7 +43,8 @@ class TokenBlocks(NamedTuple):
             variance: of a key after the lag, of a query before it. The last four are there again for values with their
             own dynamics.
         block_times: float64 `[R * blocks + 1]`, time of each block of each row, then 0: see `tokens_per_block`.
-        ranks: int64 `[R * blocks * 2]`, minimum and maximum rank of each block of each row.
+        ranks: int64 `[R * blocks * 3]`, minimum and maximum rank of each block of each row, and the minimum without
+            empty slots, which exceeds the maximum if all slots are empty.
     """
 
     features: Tensor
@@ -80,15 +81,23 @@ def load_times(times, mask):
     return tl.where(time - time == 0.0, time, 0.0)
 
 
-@triton.jit(do_not_specialize=["tokens", "slots", "first", "blocks", "H", "for_keys"])
+@triton.jit(do_not_specialize=["tokens", "slots", "query_blocks", "key_blocks", "H"])
 def token_blocks_kernel(
-    times, rank, head_params, features, block_times, ranks, tokens, slots, first, blocks, H, for_keys,
+    times, rank, head_params, query_features, query_block_times, query_ranks, key_features, key_block_times, key_ranks,
+    tokens, slots, query_blocks, key_blocks, H,
     BLOCK: tl.constexpr, SHARED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the features of one block of one row and head."""
-    block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
-    start, t, is_key = block * BLOCK, tl.arange(0, BLOCK), for_keys > 0
-    count = tokens - start
+    """Compute the features of one block of queries or of keys, of one row and head."""
+    program, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    is_key = program >= query_blocks
+    features, block_times = (
+        tl.where(is_key, key_features, query_features), tl.where(is_key, key_block_times, query_block_times)
+    )  # fmt: skip
+    ranks, blocks = tl.where(is_key, key_ranks, query_ranks), tl.where(is_key, key_blocks, query_blocks)
+    block = program - tl.where(is_key, query_blocks, 0)
+    first, length = tl.where(is_key, 0, slots - tokens), tl.where(is_key, slots, tokens)
+    start, t = block * BLOCK, tl.arange(0, BLOCK)
+    count = length - start
     offsets = row * slots + first + start + t
     time = load_times(times + offsets, t < count)
     token_ranks = tl.load(rank + offsets, mask=t < count, other=OUTSIDE_RANK)
@@ -108,30 +117,35 @@ def token_blocks_kernel(
     if head == 0:
         tl.store(block_times + row * blocks + block, block_time)
         tl.store(block_times + tl.num_programs(2) * blocks, 0.0, mask=row + block == 0)
-        ranks += (row * blocks + block) * 2
+        ranks += (row * blocks + block) * 3
         # Padding lowers the minimum rank of a block of keys, so that its mask is applied; in queries it has no effect.
         tl.store(ranks, tl.min(tl.where((t < count) | is_key, token_ranks, -OUTSIDE_RANK), 0))
         tl.store(ranks + 1, tl.max(token_ranks, 0))
+        tl.store(ranks + 2, tl.min(tl.where(occupied, token_ranks, -OUTSIDE_RANK), 0))
 
 
 def prepare_token_blocks(
-    x: Tensor, times: Tensor, rank: Tensor, head_params: Tensor, block: int, for_keys: bool, shared: bool
-) -> TokenBlocks:
-    """Compute the features of x `[R, tokens, H, K]`, whose tokens are the last of `times` and `rank`, `[R, S]`.
+    q: Tensor, times: Tensor, rank: Tensor, head_params: Tensor, block: int, shared: bool
+) -> tuple[TokenBlocks, TokenBlocks]:
+    """Compute the features of q `[R, T, H, K]` and of keys; `times` and `rank` are `[R, S]`, the last T of queries.
 
     Norms are left for `rotate` to write.
     """
-    count, tokens, heads = x.shape[:3]
-    blocks, slots, rows = -(-tokens // block), times.shape[1], num_token_features(shared)
-    blocks_of_tokens = TokenBlocks(
-        torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=x.device),
-        torch.empty(count * blocks + 1, dtype=torch.float64, device=x.device),
-        torch.empty(count * blocks * 2, dtype=torch.int64, device=x.device),
-    )
-    args = (times, rank, head_params, *blocks_of_tokens, tokens, slots, slots - tokens, blocks, heads, int(for_keys))
+    (count, tokens, heads), slots, rows = q.shape[:3], times.shape[1], num_token_features(shared)
+    query_blocks, key_blocks = -(-tokens // block), -(-slots // block)
+
+    def empty(blocks: int) -> TokenBlocks:
+        return TokenBlocks(
+            torch.empty(count, heads, rows, blocks * block, dtype=torch.float32, device=q.device),
+            torch.empty(count * blocks + 1, dtype=torch.float64, device=q.device),
+            torch.empty(count * blocks * 3, dtype=torch.int64, device=q.device),
+        )
+
+    queries, keys = empty(query_blocks), empty(key_blocks)
+    args = (times, rank, head_params, *queries, *keys, tokens, slots, query_blocks, key_blocks, heads)
     compiled = {"BLOCK": block, "SHARED": shared, "PTX": supports_ptx(), "num_warps": 4}
-    Launch(token_blocks_kernel, (blocks, heads, count), args, compiled).run()
-    return blocks_of_tokens
+    Launch(token_blocks_kernel, (query_blocks + key_blocks, heads, count), args, compiled).run()
+    return queries, keys
 
 
 @triton.jit
@@ -149,18 +163,22 @@ def all_visible(high, low, high_0, low_0, window, CAUSAL: tl.constexpr):
 @triton.jit
 def load_block_ranks(ranks, block):
     """Load the maximum and the minimum rank of a block."""
-    return tl.load(ranks + 2 * block + 1), tl.load(ranks + 2 * block)
+    return tl.load(ranks + 3 * block + 1), tl.load(ranks + 3 * block)
 
 
 @triton.jit
-def visible_block_range(ranks, high, low, blocks, window, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
-    """Return the first visible block and the last one plus 1, of queries if `OF_QUERIES`, else of keys."""
+def visible_block_range(ranks, own_ranks, own_block, blocks, window, OF_QUERIES: tl.constexpr, CAUSAL: tl.constexpr):
+    """Return the first visible block and the last one plus 1, of queries if `OF_QUERIES`, else of keys.
+
+    Empty slots do not count. `own_ranks` and `own_block` are those of the program: of keys if `OF_QUERIES`.
+    """
     first, stop = blocks, 0
+    high, low = tl.load(own_ranks + 3 * own_block + 1), tl.load(own_ranks + 3 * own_block + 2)
     for first_block in range(0, blocks, BLOCKS_PER_STEP):
         block = first_block + tl.arange(0, BLOCKS_PER_STEP)
         mask = block < blocks
-        low_0 = tl.load(ranks + 2 * block, mask=mask, other=0)
-        high_0 = tl.load(ranks + 2 * block + 1, mask=mask, other=0)
+        high_0 = tl.load(ranks + 3 * block + 1, mask=mask, other=0)
+        low_0 = tl.load(ranks + 3 * block + 2, mask=mask, other=0)
         if OF_QUERIES:
             visible = mask & any_visible(high_0, low_0, high, low, window, CAUSAL)
         else:

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 from kalmix.ops._attend.block_sizes import block_size, split_value_width
 from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._attend.triton.block_masks import (
+    EMPTY_RANK,
     UNSPECIALIZED,
     all_visible,
     feature_count,
@@ -129,7 +130,8 @@ def attend_kernel(
     key_features += (row * H + head) * feature_count(SHARED) * key_blocks * BLOCK
     query_block_times += row * query_blocks + block
     key_block_times += row * key_blocks
-    key_ranks += row * key_blocks * 2
+    query_ranks += row * query_blocks * 3
+    key_ranks += row * key_blocks * 3
     query = load_rows(q, H * K, tokens - start, tl.arange(0, P), K, M)
     query_tokens = load_tokens(query_features, times, rank, at, past_length, padded_tokens, slots, 1, SHARED)
     output, precision_sum = tl.zeros([M, W], tl.float32), tl.zeros([M], tl.float32)
@@ -139,8 +141,8 @@ def attend_kernel(
         stop, near_start = tl.minimum(past_length + start + M, slots), (past_length + block * BLOCK) // BLOCK * BLOCK
     high, low = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
     if MASKED:
-        high, low = load_block_ranks(query_ranks + row * query_blocks * 2, block)
-        first_block, stop_block = visible_block_range(key_ranks, high, low, key_blocks, window, False, CAUSAL)
+        high, low = load_block_ranks(query_ranks, block)
+        first_block, stop_block = visible_block_range(key_ranks, query_ranks, block, key_blocks, window, False, CAUSAL)
         begin, stop = first_block * BLOCK, tl.minimum(stop, stop_block * BLOCK)
     NEAR_N: tl.constexpr = N // 2 if N > 16 else N  # lags per pair need more registers
     if CAUSAL:
@@ -163,16 +165,23 @@ def attend_kernel(
             key_ranks, first, high, low, slots, key_blocks, window, H, G, params, K, P, V, W, BLOCK, NEAR_N, SHARED,
             RATIONAL, CAUSAL, MASKED, VARIANCE, True, PRECISION, PTX,
         )  # fmt: skip
-    weight_sum = tl.where(at < tokens, weight_sum, 1.0)
+    has_output = at < tokens
+    if MASKED:
+        has_output = tl.load(rank + past_length + at, mask=has_output, other=EMPTY_RANK) > EMPTY_RANK
+        output = tl.where(has_output[:, None], output, 0.0)
+    weight_sum = tl.where(has_output, weight_sum, 1.0)
     # Not finite if a query attends to NaN; the stored maximum then makes all its weights 0 in the backward pass.
     finite = weight_sum == weight_sum
     store_rows(output_ptr + base * V, G * V, tokens - start, tl.arange(0, W), output / weight_sum[:, None], V, M)
     offset = (row * G + value_head) * padded_tokens + at
-    tl.store(max_scores + offset, tl.where((at < tokens) & finite, max_score, -MIN_SCORE))
+    tl.store(max_scores + offset, tl.where(has_output & finite, max_score, -MIN_SCORE))
     tl.store(weight_sums + offset, weight_sum)
     if VARIANCE:
         offset = (row * tokens + at) * H + head
-        log_precision_tile = tl.where(finite, LN2 * tl.log2(precision_sum), weight_sum)
+        log_precision_tile = LN2 * tl.log2(tl.where(has_output, precision_sum, 1.0))
+        log_precision_tile = tl.where(finite, log_precision_tile, weight_sum)
+        if MASKED:
+            log_precision_tile = tl.where(has_output, log_precision_tile, float("inf"))  # variance 0
         tl.store(log_precision + offset, log_precision_tile, mask=(at < tokens) & (value_head % GROUP_SIZE == 0))
 
 
@@ -220,11 +229,11 @@ def forward(
     copies = [torch.empty(x.shape if copy_kv else (0,), **float32) for x in (k, v)]
     times, rank, head_params = (x.contiguous() for x in (times, rank, head_params))
     block, slices, width = block_size(k.shape[1]), *split_value_width(v.shape[3], dtype)
-    queries = prepare_token_blocks(q, times, rank, head_params, block, False, config.shared_dynamics)
-    keys = prepare_token_blocks(k, times, rank, head_params, block, True, config.shared_dynamics)
-    q = rotate(q, times, frequency, False, dtype, queries.norms, nonfinite_mode=1)
-    k = rotate(k, times, frequency, False, dtype, keys.norms, copies[0], nonfinite_mode=1)
-    value = rotate(v, times, value_frequency, False, dtype, keys.norms, copies[1], nonfinite_mode=2)
+    queries, keys = prepare_token_blocks(q, times, rank, head_params, block, config.shared_dynamics)
+    options = (False, masked, dtype)
+    q = rotate(q, times, rank, frequency, *options, queries.norms, nonfinite_mode=1)
+    k = rotate(k, times, rank, frequency, *options, keys.norms, copies[0], nonfinite_mode=1)
+    value = rotate(v, times, rank, value_frequency, *options, keys.norms, copies[1], nonfinite_mode=2)
     padding = slices * width - v.shape[3]
     value = (pad(value, (0, padding)) if padding else value).unflatten(3, (slices, width)).flatten(2, 3)
     launch = launch_shape(q, k, value, config, masked, variance)
@@ -239,5 +248,5 @@ def forward(
     )  # fmt: skip
     Launch(attend_kernel, (-(-tokens // tile["M"]), *launch.grid), args, launch.compiled | tile).run()
     joined = output.unflatten(2, (-1, slices)).flatten(3)[..., : v.shape[3]]
-    mean = rotate(joined, times, value_frequency, True, v.dtype)
+    mean = rotate(joined, times, rank, value_frequency, True, False, v.dtype)
     return mean, log_precision, *copies, output, q, k, value, max_scores, weight_sums, *queries, *keys

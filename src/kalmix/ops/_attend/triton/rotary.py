@@ -12,9 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.ops._attend import kv_layout
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import contiguous_rows, load_rows, store_rows
 
+EMPTY_RANK = tl.constexpr(kv_layout.EMPTY_RANK)
 TWO_PI = tl.constexpr(2.0 * math.pi)
 TILE = 32  # tokens per program
 
@@ -40,28 +42,37 @@ def cosine_and_sine(times, frequency, offset, count, channel, C: tl.constexpr, T
     return tl.where(odd, -sign * sine, sign * cosine), tl.where(odd, sign * cosine, sign * sine)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first", "H", "padded_tokens", "nonfinite_mode", "copy_kv"])
+@triton.jit
+def in_sequence(rank, offset, count, masked, TILE: tl.constexpr):
+    """Return which of the tokens from `offset` on belong to a sequence; all of them unless `masked`."""
+    t = tl.arange(0, TILE)
+    return tl.load(rank + offset + t, mask=(t < count) & (masked > 0), other=0) > EMPTY_RANK
+
+
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "masked", "padded_tokens", "nonfinite_mode", "copy_kv"])
 def rotate_kernel(
-    x, y, norms, copy, times, frequency, length, slots, first, x_token, x_head, sign, H, GROUP_SIZE, padded_tokens,
-    nonfinite_mode, copy_kv,
+    x, y, norms, copy, times, rank, frequency, length, slots, first, x_token, x_head, sign, H, GROUP_SIZE, masked,
+    padded_tokens, nonfinite_mode, copy_kv,
     C: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Compute y, x rotated forward (sign 1) or back (-1); copy x to `copy` if `copy_kv`.
 
     `nonfinite_mode` 0 leaves rows with a non-finite squared norm as they are. Otherwise they are 0 in y and NaN in
     `norms`, whose key heads are `padded_tokens` apart. Mode 1 writes half the squared norm of every row to `norms`,
-    mode 2 only the NaN.
+    mode 2 only the NaN. If `masked`, tokens of no sequence are read as 0.
     """
     start, head, row = tl.program_id(0) * TILE, tl.program_id(1), tl.program_id(2).to(tl.int64)
     count, channel = length - start, tl.arange(0, P)
     frequency += head // GROUP_SIZE * C
-    cosine, sine = cosine_and_sine(times, frequency, row * slots + first + start, count, channel, C, TILE)
+    offset = row * slots + first + start
+    cosine, sine = cosine_and_sine(times, frequency, offset, count, channel, C, TILE)
     sine *= sign
+    occupied = in_sequence(rank, offset, count, masked, TILE)[:, None]
     token = row * length + start
     x += token * x_token + head * x_head
     y += (token * H + head) * 2 * C
-    real = load_rows(x, x_token, count, channel, C, TILE).to(tl.float32)
-    imaginary = load_rows(x + C, x_token, count, channel, C, TILE).to(tl.float32)
+    real = tl.where(occupied, load_rows(x, x_token, count, channel, C, TILE).to(tl.float32), 0.0)
+    imaginary = tl.where(occupied, load_rows(x + C, x_token, count, channel, C, TILE).to(tl.float32), 0.0)
     rotated_real = (real * cosine - imaginary * sine).to(y.dtype.element_ty)
     rotated_imaginary = (imaginary * cosine + real * sine).to(y.dtype.element_ty)
     t = tl.arange(0, TILE)
@@ -81,17 +92,18 @@ def rotate_kernel(
         store_rows(copy + C, H * 2 * C, count, channel, imaginary, C, TILE)
 
 
-@triton.jit(do_not_specialize=["length", "slots", "first", "H", "padded_tokens"])
+@triton.jit(do_not_specialize=["length", "slots", "first", "H", "masked", "padded_tokens"])
 def rotate_backward_kernel(
-    grad_y, x, scale, grad_x, grad_frequency, times, frequency, length, slots, first, y_token, y_head, sign, H,
-    GROUP_SIZE, padded_tokens,
+    grad_y, x, scale, grad_x, grad_frequency, times, rank, frequency, length, slots, first, y_token, y_head, sign, H,
+    GROUP_SIZE, masked, padded_tokens,
     C: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr, FORWARD: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of x, and the gradient of frequencies through the tokens of this program.
 
     If `FORWARD`, the gradient is that of x * scale. Rows whose scale is NaN then get a gradient of 0 and add nothing to
     that of frequencies. Rows with a non-finite upstream gradient get a gradient of 0 and make that of frequencies NaN,
-    so that the error is contained and yet visible.
+    so that the error is contained and yet visible. If `masked`, upstream gradients of tokens of no sequence are read
+    as 0.
 
     The gradient of frequencies is computed from rotated vectors, the factors of the matrix products. It depends only on
     differences of times. Times are measured from the middle of the row, which makes the cancelling terms small.
@@ -105,8 +117,9 @@ def rotate_backward_kernel(
     token = row * length + start
     grad_y += token * y_token + head * y_head
     base = (token * H + head) * 2 * C
-    grad_real = load_rows(grad_y, y_token, count, channel, C, TILE).to(tl.float32)
-    grad_imaginary = load_rows(grad_y + C, y_token, count, channel, C, TILE).to(tl.float32)
+    occupied = in_sequence(rank, offset, count, masked, TILE)[:, None]
+    grad_real = tl.where(occupied, load_rows(grad_y, y_token, count, channel, C, TILE).to(tl.float32), 0.0)
+    grad_imaginary = tl.where(occupied, load_rows(grad_y + C, y_token, count, channel, C, TILE).to(tl.float32), 0.0)
     real, imaginary = grad_real * cosine + grad_imaginary * sine, grad_imaginary * cosine - grad_real * sine
     time = tl.load(times + offset + t, mask=t < count, other=0.0) - 0.5 * tl.load(times + (row + 1) * slots - 1)
     weight = sign * time.to(tl.float32)
@@ -131,21 +144,25 @@ def rotate_backward_kernel(
     tl.store(grad_frequency + offset_out + channel, grad_sum, mask=channel < C)
 
 
-def _launch(x: Tensor, times: Tensor, frequency: Tensor, forward: bool) -> tuple[tuple[int, ...], tuple, dict]:
+def _launch(
+    x: Tensor, times: Tensor, frequency: Tensor, forward: bool, masked: bool
+) -> tuple[tuple[int, ...], tuple, dict]:
     """Return the grid, the arguments after the tensors, and the constexpr arguments of a launch."""
     num_rows, length, heads, width = x.shape
     slots = times.shape[1]
     grid = -(-length // TILE), heads, num_rows
     sign, group_size, channels = 1.0 if forward else -1.0, heads // frequency.shape[0], width // 2
-    launch_args = (length, slots, slots - length, x.stride(1), x.stride(2), sign, heads, group_size)
+    launch_args = (length, slots, slots - length, x.stride(1), x.stride(2), sign, heads, group_size, int(masked))
     return grid, launch_args, {"C": channels, "P": 1 << (channels - 1).bit_length(), "TILE": TILE, "num_warps": 4}
 
 
 def rotate(
     x: Tensor,
     times: Tensor,
+    rank: Tensor,
     frequency: Tensor,
     forward: bool,
+    masked: bool,
     dtype: torch.dtype,
     norms: Tensor | None = None,
     copy: Tensor | None = None,
@@ -156,8 +173,10 @@ def rotate(
     Args:
         x: `[R, T, heads, 2 C]`.
         times: float64 `[R, S]`, of which the last T are those of x.
+        rank: int64 `[R, S]`, contiguous.
         frequency: `[H, C]`; H divides heads.
         forward: sign of the angle.
+        masked: treat tokens whose rank is that of an empty slot as 0.
         dtype: dtype of the result.
         norms: float32 `[R, H, at least T]`, contiguous in tokens; receives half the squared norms of rows.
         copy: contiguous tensor that receives x, unless it is empty.
@@ -165,13 +184,13 @@ def rotate(
     """
     x, times, frequency = contiguous_rows(x), times.contiguous(), frequency.contiguous()
     y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    grid, launch_args, compiled = _launch(x, times, frequency, forward)
+    grid, launch_args, compiled = _launch(x, times, frequency, forward, masked)
     copy_x, padded_tokens = copy is not None and copy.numel() > 0, 0 if norms is None else norms.stride(1)
     outputs = frequency if norms is None else norms, copy if copy_x else frequency
     Launch(
         rotate_kernel,
         grid,
-        (x, y, *outputs, times, frequency, *launch_args, padded_tokens, nonfinite_mode, int(copy_x)),
+        (x, y, *outputs, times, rank, frequency, *launch_args, padded_tokens, nonfinite_mode, int(copy_x)),
         compiled,
     ).run()
     return y
@@ -181,8 +200,10 @@ def rotate_backward(
     grad_y: Tensor,
     x: Tensor,
     times: Tensor,
+    rank: Tensor,
     frequency: Tensor,
     forward: bool,
+    masked: bool,
     dtype: torch.dtype,
     frequency_grads: Tensor,
     scale: Tensor | None = None,
@@ -193,17 +214,19 @@ def rotate_backward(
         grad_y: gradient of the result of `rotate`.
         x: the input of `rotate` if `forward`, else its result.
         times: as in `rotate`.
+        rank: as in `rotate`.
         frequency: as in `rotate`.
         forward: as in `rotate`.
+        masked: treat the gradients of tokens whose rank is that of an empty slot as 0.
         dtype: dtype of the gradient.
         frequency_grads: a buffer from `frequency_grad_buffers`.
         scale: if `forward`, return the gradient of x * scale instead; `[R, heads, at least T]`.
     """
     grad_y, x, times, frequency = contiguous_rows(grad_y), x.contiguous(), times.contiguous(), frequency.contiguous()
-    grid, launch_args, compiled = _launch(grad_y, times, frequency, forward)
+    grid, launch_args, compiled = _launch(grad_y, times, frequency, forward, masked)
     grad_x = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale_or_x = x if scale is None else scale
-    args = (grad_y, x, scale_or_x, grad_x, frequency_grads, times, frequency, *launch_args, scale_or_x.shape[2])
+    args = (grad_y, x, scale_or_x, grad_x, frequency_grads, times, rank, frequency, *launch_args, scale_or_x.shape[2])
     Launch(rotate_backward_kernel, grid, args, compiled | {"FORWARD": forward}).run()
     return grad_x
 
