@@ -162,3 +162,19 @@ def test_half_precision_reads_fewer_tokens_than_columns_accurately() -> None:
     got = ridge(*signals, kernel="triton", **options).mean
     want = ridge(*(x.double() for x in signals), kernel="reference", **options).mean
     assert relative_error(got, want) < 2 * torch.finfo(HALF).eps
+
+
+def test_strong_decay_with_large_gains_gives_right_gradients() -> None:
+    """Directions of the adjoint's conjugate gradients are large then; their products must not overflow."""
+    draw = torch.Generator().manual_seed(0)
+    signals = [torch.randn(1, 15, 1, width, generator=draw, device="cpu") for width in (12, 12, 16)]
+    gates = [torch.full((1, 15, 1), x) for x in (0.0, 6e3)]
+    gates[0][:, [2, 4, 8, 11]] = -30.0
+    options = {"ridge": Adaptive(0.1), "solver": ConjugateGradient(30)}
+    found = []
+    for kernel, dtype in (("triton", torch.float32), ("reference", torch.float64)):
+        leaves = [x.to(DEVICE, dtype).requires_grad_() for x in (*signals, *gates)]
+        q, k, v, log_decay, gain = leaves
+        mean = ridge(q, k, v, log_decay=log_decay, gain=gain, kernel=kernel, **options).mean
+        found.append(torch.autograd.grad(mean, leaves, (1e4 * mean).detach()))
+    assert all(relative_error(got, want) < 1e-4 for got, want in zip(*found, strict=True))

@@ -347,7 +347,8 @@ def solve(
 
     Systems are divided by m (see `linear_solvers.spectrum_scale`) and by the decay of H_0, so that products with H_0
     need no scaling. The decay is bounded below by `MIN_ENTRY_DECAY`, where all of H_0 is far below `MIN_NORM`. A ratio
-    that is the same for all tokens is a scalar.
+    that is the same for all tokens is a scalar. Right sides are scaled to a largest entry of 1: after a strong decay,
+    `weights` are so large that products of two directions could overflow.
     """
     DTYPE: tl.constexpr = gram.dtype
     nonzero = norm >= 0.0
@@ -363,10 +364,13 @@ def solve(
         inverse = 1.0 / (ridge + 0.5 * norm)
         rho = (0.5 * norm * inverse)[:, None]
     inverse = tl.where(norm < float("inf"), inverse, float("nan"))  # the squared norm overflowed
+    largest = tl.max(tl.abs(rhs), 1)
+    largest = tl.where(largest > 0.0, largest, 1.0)
+    rhs = rhs / largest[:, None]
     weights *= (1.0 / entry_share)[:, None]
     shift, entry_decay = ridge / entry_share, entry_share * inverse
     if CONJUGATE_GRADIENT:
         x = conjugate_gradient(rhs, gram, k, weights, entry_decay, shift, iterations, PRECISION)
     else:
         x = chebyshev(rhs, gram, k, weights, entry_decay, shift, rho, iterations, PRECISION)
-    return x * tl.where(nonzero, inverse, 0.0)[:, None], weights * entry_share[:, None]
+    return x * tl.where(nonzero, inverse * largest, 0.0)[:, None], weights * entry_share[:, None]
