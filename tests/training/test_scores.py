@@ -16,6 +16,7 @@ from transformers import Trainer
 
 from kalmix import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.training.batching import plan_batches
 from kalmix.training.corpus import load_corpus
 from kalmix.training.data import encode_documents
 from kalmix.training.evaluation import bits_per_byte, evaluate, surprisals
@@ -97,9 +98,9 @@ def test_logged_tokens_include_all_processes(
     logged: dict[str, Any] = {}
     monkeypatch.setattr(Trainer, "log", lambda trainer, logs: logged.update(logs))
     trainer: Any = object.__new__(KalmixTrainer)
-    trainer.recipe, trainer.tokens_per_byte = recipe(grad_accum=2), {}
+    sizes = plan_batches(recipe(grad_accum=2, batch_size=batch), processes)
+    trainer.data = SimpleNamespace(batching=sizes, tokens_per_byte={})
     trainer.schedule, trainer.state = SimpleNamespace(progress=0.5), SimpleNamespace(global_step=7)
-    trainer.args = SimpleNamespace(per_device_train_batch_size=batch, world_size=processes)
     trainer.log({})
     assert logged["tokens"] == 7 * 2 * batch * processes * 16
 

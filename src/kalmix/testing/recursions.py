@@ -22,6 +22,7 @@ Run = tuple[int, int, int]  # batch row, start, stop
 State = tuple[Tensor, ...]
 Step = Callable[[State, Tensors, dict[str, Any]], tuple[State, Tensor, Tensor | None]]
 
+HALF_RESOLUTION = 2.0**-10  # smallest ridge of kernel "triton" with bfloat16 inputs, relative to ||H||_F
 NOTHING = 1e-10  # ||H||_F below which the output of an adaptive ridge is 0
 
 
@@ -175,7 +176,7 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
     solutions = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # for x, for its adjoint
-    x = solution(gram, s["q"], options["ridge"], options["solver"], solutions)
+    x = solution(gram, s["q"], options["ridge"], options["solver"], solutions, HALF_RESOLUTION * ("solutions" in s))
     mix = s["mix"][..., None] if "mix" in s else 1.0
     reader = mix * x + (1 - mix) * s["q"]
     mean = read(cross, reader) + read(
@@ -184,15 +185,19 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     return (cross, gram), mean, (s["q"] * x).sum(-1, keepdim=True)
 
 
-def solution(gram: Tensor, query: Tensor, ridge: Any, solver: Any, previous: Sequence[Tensor]) -> Tensor:
+def solution(
+    gram: Tensor, query: Tensor, ridge: Any, solver: Any, previous: Sequence[Tensor], resolution: float
+) -> Tensor:
     """Return x = (H + lambda I)^{-1} q by the solver, with the gradients of its docstring.
 
-    Implicit gradients multiply x by `kept[0]` and its adjoint by `kept[1]`, ones that model rounding.
+    lambda is at least `resolution` ||H||_F. Implicit gradients multiply x by `previous[0]` and its adjoint by
+    `previous[1]`, ones that model rounding.
     """
     square = gram.square().sum((-2, -1))
     something = square > NOTHING**2
     norm = torch.where(something, torch.where(something, square, 1.0).sqrt(), 0.0)
     level = ridge.factor * norm if isinstance(ridge, Adaptive) else torch.full_like(norm, ridge.value)
+    level = torch.maximum(level, resolution * norm)
     solvable = level > 0
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     system = gram + torch.where(solvable, level, 1.0)[..., None, None] * eye
