@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,11 @@ def check_layers(rank: int, world: int, folder: str, names: list[str], dtype: to
     distributed.destroy_process_group()
 
 
-def start(rank: int, world: int, folder: str) -> None:
+def start(rank: int, world: int, folder: str, **options: Any) -> None:
     """Join the process group of a test."""
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=rank, world_size=world)
+    store = f"file://{Path(folder) / 'store'}"
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, **options)
 
 
 def compare_layers(world, names, dtype, tolerance, arrangements):

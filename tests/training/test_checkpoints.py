@@ -15,7 +15,7 @@ from kalmix import ArgumentError
 from kalmix.errors import FormatError
 from kalmix.files import FORMAT
 from kalmix.training import Recipe
-from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint
+from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint
 from kalmix.training.run import train
 from kalmix.training.saving import SafeTrainer
 
@@ -99,6 +99,17 @@ def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> 
 def test_another_number_of_processes_is_refused(halted: tuple[Recipe, Path]) -> None:
     with pytest.raises(ArgumentError, match="`processes` is 2; expected 1"):
         newest_checkpoint(halted[1] / "checkpoints", processes=2)
+
+
+def test_another_number_of_processes_needs_as_many_sequences_per_step(halted: tuple[Recipe, Path]) -> None:
+    checkpoint = halted[1] / "checkpoints" / "checkpoint-5"
+    manifest = checkpoint / "manifest.json"
+    written = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps(written | {"processes": 2, "sequences": 6}))
+    check_step_size(checkpoint, 2, 7)
+    check_step_size(checkpoint, 3, 6)
+    with pytest.raises(ArgumentError, match="`processes` is 3; expected 2, .*batch_tokens"):
+        check_step_size(checkpoint, 3, 9)
 
 
 def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:

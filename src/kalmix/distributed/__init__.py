@@ -1,3 +1,4 @@
-"""Context parallelism: ranks divide the tokens of each sequence among themselves. Sharding plans come here, too."""
+"""Several GPUs: context parallelism, and sharding of parameters."""
 
 from kalmix.distributed.context import ContextParallel as ContextParallel
+from kalmix.distributed.sharding import shard_dynamics as shard_dynamics

@@ -189,7 +189,7 @@ class KLA(Mixer):
         log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
         per_token = {"q": l2_normalize(q), "k": l2_normalize(k), "v": v, "precision": observation_precision(noise)}
         signals = {name: signal[:, :, None] for name, signal in per_token.items()}
-        return signals | {"log_decay": log_decay, "process_noise": process_noise}, (z, gate), after
+        return signals | {"log_decay": log_decay[None], "process_noise": process_noise[None]}, (z, gate), after
 
     def state_size(self, length: int) -> int:
         """Return the number of means and variances."""

@@ -96,13 +96,12 @@ class CellDynamics(nn.Module):
             nn.init.constant_(self.log_diffusion, math.log(0.01))
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return log_decay <= 0 and process_noise >= 0, `[1, slots, channels]` each, in the dtype of beliefs."""
+        """Return log_decay <= 0 and process_noise >= 0, `[slots, channels]` each, in the dtype of beliefs."""
         rate, step = positive(self.log_rate.to(dtype)), positive(self.log_step.to(dtype))
         if self.log_diffusion is None:
-            return (-rate * step)[None], torch.zeros_like(rate)[None]
+            return -rate * step, torch.zeros_like(rate)
         discretize = discretize_ou if self.discretization == "ou" else discretize_zoh
-        log_decay, noise = discretize(rate, positive(self.log_diffusion.to(dtype)), step)
-        return log_decay[None], noise[None]
+        return discretize(rate, positive(self.log_diffusion.to(dtype)), step)
 
 
 class NoiseVariance(nn.Module):
@@ -162,6 +161,11 @@ class StepDynamics(nn.Module):
             if self.frequency is not None:
                 self.frequency.uniform_(0, 2 * math.pi)
 
+    def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return rates > 0 and, as they are learned, biases of steps and frequencies, in the dtype of beliefs."""
+        frequency = None if self.frequency is None else self.frequency.to(dtype)
+        return self.log_rate.to(dtype).exp(), self.step_bias.to(dtype), frequency
+
 
 class DecayStep(NamedTuple):
     """Decay and rotation of one step, in the dtype of beliefs.
@@ -213,11 +217,11 @@ class StepDecay(nn.Module):
 
     def forward(self, x: Tensor) -> DecayStep:
         """Return decays, steps and angles of tokens `[B, T, D]`."""
-        raw, learned = to_state_dtype(self.proj(x)), self.dynamics
-        step = F.softplus(raw + learned.step_bias.to(raw.dtype)).unflatten(-1, self.steps)
-        rate = learned.log_rate.to(raw.dtype).exp().view(self.rates)
-        angle = None if learned.frequency is None else learned.frequency.to(raw.dtype).view(self.rates) * step
-        return DecayStep(-rate * step, step, angle)
+        raw = to_state_dtype(self.proj(x))
+        rate, bias, frequency = self.dynamics(raw.dtype)
+        step = F.softplus(raw + bias).unflatten(-1, self.steps)
+        angle = None if frequency is None else frequency.view(self.rates) * step
+        return DecayStep(-rate.view(self.rates) * step, step, angle)
 
 
 class StateDynamics(nn.Module):

@@ -20,6 +20,7 @@ with optional_imports():
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.utils import can_return_tuple
 
+from kalmix.distributed.sharding import DYNAMICS, keep_float32, shard_dynamics
 from kalmix.errors import ArgumentError
 from kalmix.layers import Attention
 from kalmix.layers.base import Mixer
@@ -103,9 +104,6 @@ def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., A
     return pytree.tree_unflatten(checkpoint(flat, *leaves), structures[0])
 
 
-_FLOAT32_MODULES = {"dynamics", "value_dynamics"}
-
-
 class KalmixPreTrainedModel(PreTrainedModel):
     """Base class of the models for transformers: initialization, checkpoints, features."""
 
@@ -117,6 +115,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
+    _checked_float32 = False
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, PreTrainedConfig) and not isinstance(config, KalmixConfig):
@@ -125,10 +124,32 @@ class KalmixPreTrainedModel(PreTrainedModel):
 
     def post_init(self) -> None:
         """Find the modules that stay in float32, then initialize the weights."""
-        names = {part for name, _ in self.named_modules() for part in name.split(".")}
-        self._keep_in_fp32_modules_strict = _FLOAT32_MODULES & names
+        names = {name.rpartition(".")[2] for name, _ in self.named_modules()}
+        self._keep_in_fp32_modules_strict = names & DYNAMICS
+        # FSDP shards these modules by themselves, so that `keep_float32` can give them their own dtype.
+        kept = (module for name, module in self.named_modules() if name.rpartition(".")[2] in DYNAMICS)
+        self._no_split_modules = ["KalmixBlock", *sorted({type(module).__name__ for module in kept})]
         super().post_init()
         self._apply_attn_implementation()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; under FSDP2, first check that dynamics act in float32."""
+        if not torch.compiler.is_compiling() and not self._checked_float32 and hasattr(self, "_get_fsdp_state"):
+            keep_float32(self, self._keep_in_fp32_modules_strict or ())
+            self._checked_float32 = True
+        return super().__call__(*args, **kwargs)
+
+    @classmethod
+    def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
+        """Shard an empty model, before transformers loads its weights; dynamics act in float32."""
+        if mesh_manager is not None and distributed_config.fsdp_size > 1:
+            shard_dynamics(model, _fsdp_mesh(distributed_config, mesh_manager))
+        return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
+    def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
+        *plans, fsdp_plan = super()._resolve_parallel_plans(distributed_config)
+        rest = {name: style for name, style in fsdp_plan.items() if name.rpartition(".")[2] not in DYNAMICS}
+        return *plans, rest  # `maybe_distribute_model` has sharded the dynamics
 
     def set_attn_implementation(self, attn_implementation: str | dict[str, str], *args: Any, **kwargs: Any) -> None:
         """Choose how the layers "attention" compute softmax attention: "sdpa" or "eager".
@@ -341,6 +362,13 @@ class KalmixModel(KalmixPreTrainedModel):
             posterior=output.posterior,
             layout=layout if output_layout else None,
         )
+
+
+def _fsdp_mesh(distributed_config: Any, mesh: Any) -> Any:
+    """Return the part of transformers' mesh over which FSDP2 shards parameters."""
+    if not hasattr(mesh, "get_mesh"):  # transformers < 5.21 pass the mesh itself
+        return mesh["fsdp"] if mesh.ndim > 1 else mesh
+    return mesh.get_mesh(("dp_replicate", "fsdp") if distributed_config.dp_replicate_size > 1 else "fsdp")
 
 
 def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int) -> Tensor:

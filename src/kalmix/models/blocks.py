@@ -175,16 +175,16 @@ class BlockOutput(NamedTuple):
 
     Attributes:
         hidden_state: `[B, T, D]`, residual stream after the block.
-        state: state of the mixer after the last token.
+        state: state of the mixer after the last token; `None` without `output_state`.
         mixer_input: `[B, T, D]`, normalized input of the mixer. With an earlier state it is enough to filter the tokens
-            again.
+            again. `None` without `output_state`.
         belief: `Filtered` of the mixer's output: mean and variance `[B, T, D]`. `None` without `output_belief`.
         posterior: posterior of the read-out. `None` without `output_posterior`, or if the mixer has no posterior.
     """
 
     hidden_state: Tensor
-    state: Belief
-    mixer_input: Tensor
+    state: Belief | None
+    mixer_input: Tensor | None
     belief: Filtered | None
     posterior: Posterior | None
 
@@ -242,6 +242,7 @@ class Block(nn.Module):
         segments: Segments | None = None,
         *,
         sample: bool = False,
+        output_state: bool = True,
         output_belief: bool = False,
         output_posterior: bool = False,
     ) -> BlockOutput:
@@ -253,6 +254,7 @@ class Block(nn.Module):
             segments: sequences in `x`; `None` if each row is one sequence.
             sample: use a sample of the posterior as the read-out instead of its mean (section 5.5 of Kalman Linear
                 Attention). Without effect if the mixer has no posterior.
+            output_state: return the state and the input of the mixer. They contain views, which FSDP2 warns about.
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
         """
@@ -262,7 +264,8 @@ class Block(nn.Module):
         readout = sample_gaussian(mean, var) if sample and var is not None else mean
         belief = self._output_belief(mean, var, final_state, context) if output_belief else None
         posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
-        return BlockOutput(self.finish(x, readout, context), final_state, mixer_input, belief, posterior)
+        output = self.finish(x, readout, context)
+        return BlockOutput(output, *((final_state, mixer_input) if output_state else (None, None)), belief, posterior)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
         """Compute the block's output from a read-out.

@@ -237,6 +237,7 @@ class CacheOfCall(NamedTuple):
 
     def set_state(self, index: int, output: BlockOutput) -> None:
         """Store the state of the mixer after a call of its block."""
+        assert output.state is not None and output.mixer_input is not None
         self.layers[index].set_state(output.state, output.mixer_input, self.layout)
 
 

@@ -72,7 +72,7 @@ def _load_blocks_whole(model: PreTrainedModel) -> None:
         return
     from accelerate.hooks import AlignDevicesHook, attach_align_device_hook, remove_hook_from_module
 
-    kinds = list(model._no_split_modules or ())
+    kinds = ["KalmixBlock"]
     for name, block in model.named_modules():
         hooks = (
             [getattr(module, "_hf_hook", None) for module in block.modules()] if type(block).__name__ in kinds else []

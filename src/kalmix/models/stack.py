@@ -167,6 +167,7 @@ class BlockStack(nn.ModuleList):
             output = block(
                 *(x, state if cache is None else cache.get_state(index, block.mixer), segments),
                 sample=self.propagate == "sample" and self.training and not last,
+                output_state=output_states or cache is not None,
                 output_belief=output_beliefs,
                 output_posterior=output_posterior and last,
             )

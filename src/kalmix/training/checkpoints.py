@@ -25,14 +25,14 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(paths, key=checkpoint_step, reverse=True)
 
 
-def newest_checkpoint(folder: Path, *, processes: int = 1) -> Path | None:
+def newest_checkpoint(folder: Path, *, processes: int | None = None) -> Path | None:
     """Return the newest intact checkpoint in a folder; `None` if there is none.
 
     Unfinished and damaged checkpoints are skipped with a warning.
 
     Args:
         folder: folder of checkpoints.
-        processes: number of processes that will train; must equal the number that saved the checkpoint.
+        processes: number of processes that must have saved the checkpoint; any by default.
 
     Raises:
         ArgumentError: a checkpoint lacks one of its files, or another number of processes saved it.
@@ -51,6 +51,25 @@ def read_input_digests(checkpoint: Path) -> dict[str, str]:
     return read_json(checkpoint / MANIFEST_FILE)["inputs"]
 
 
+def check_step_size(checkpoint: Path, processes: int, sequences: int) -> None:
+    """Check that a step sees as many sequences as before, if another number of processes saved the checkpoint.
+
+    Args:
+        checkpoint: checkpoint to resume from.
+        processes: number of processes that will train.
+        sequences: sequences per optimizer step, of all processes.
+
+    Raises:
+        ArgumentError: a step would see another number of sequences.
+    """
+    manifest = read_json(checkpoint / MANIFEST_FILE)
+    saved = manifest["processes"]
+    if processes != saved and manifest.get("sequences") != sequences:
+        expected = f"{saved}, the number that saved {str(checkpoint)!r}"
+        hint = "A run with `batch_tokens` resumes on other numbers, too"
+        raise ArgumentError("processes", got=processes, expected=expected, hint=hint)
+
+
 def checkpoint_step(path: Path) -> int:
     """Return the training step of a checkpoint, from the name of its folder."""
     match = _CHECKPOINT_NAME.search(path.name)
@@ -58,16 +77,18 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def write_manifest(checkpoint: Path, processes: int, inputs: dict[str, str]) -> None:
+def write_manifest(checkpoint: Path, processes: int, sequences: int, inputs: dict[str, str]) -> None:
     """Write the manifest of a checkpoint, its last file.
 
     Args:
         checkpoint: folder of the checkpoint.
         processes: number of processes that saved it.
+        sequences: sequences per optimizer step, of all processes.
         inputs: digests of the data of its run.
     """
     files = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in _files(checkpoint)}
-    written = {"format": FORMAT, "processes": processes, "inputs": inputs, "files": files}
+    counts = {"processes": processes, "sequences": sequences}
+    written = {"format": FORMAT, **counts, "inputs": inputs, "files": files}
     write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
 
 
@@ -84,7 +105,7 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, checksum]
 
 
-def _find_damage(checkpoint: Path, processes: int) -> str | None:
+def _find_damage(checkpoint: Path, processes: int | None) -> str | None:
     """Return a description of the damage to a checkpoint; `None` if it is intact.
 
     Raises:
@@ -106,7 +127,7 @@ def _find_damage(checkpoint: Path, processes: int) -> str | None:
         got = f"{str(checkpoint)!r}, which lacks {', '.join(missing)}"
         hint = "Delete that folder to resume from an earlier checkpoint"
         raise ArgumentError("checkpoint", got=got, expected="a complete checkpoint", hint=hint)
-    if saved_processes != processes:
+    if processes not in (None, saved_processes):
         expected = f"{saved_processes}, the number that saved {str(checkpoint)!r}"
         raise ArgumentError("processes", got=processes, expected=expected)
     damaged = [name for name, fingerprint in files.items() if _fingerprint(checkpoint / name) != fingerprint]

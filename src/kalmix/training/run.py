@@ -37,7 +37,7 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
-from kalmix.training.checkpoints import list_checkpoints, newest_checkpoint, read_input_digests
+from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint, read_input_digests
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
 from kalmix.training.recipe import RECIPE_FILE, Recipe
@@ -133,7 +133,8 @@ def train(
             size or the number of processes is not accepted; weights of `recipe.initial` do not fit; `torch.compile`
             fails; training diverges (the loss is no longer finite); `output` is a file, or holds a run (without
             `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the data, the
-            tokenizer, a setting or the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
+            tokenizer, a setting or, without `recipe.batch_tokens`, the number of processes is not that of the
+            checkpoint, or a checkpoint lacks a file.
         OSError: a file cannot be written, for example on a full disk; names the path.
 
     Example:
@@ -199,6 +200,9 @@ def _train(
     if recipe.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     data = source.load(tokenizer, state.num_processes, state.process_index)
+    if checkpoint is not None:
+        sequences = data.batching.rows * data.batching.accumulation * state.num_processes
+        check_step_size(checkpoint, state.num_processes, sequences)
     model.config.max_packed_sequences = data.max_documents
     curve = Curve(recipe.schedule, recipe.warmup, recipe.cooldown, recipe.final_learning_rate)
     saves = SaveRule(60 * recipe.save_minutes, recipe.save_steps)
@@ -248,7 +252,7 @@ def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | No
         hint = "`kalmix report` evaluates a finished run"
         got = f"{str(output)!r}, which holds a finished run"
         raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
-    checkpoint = newest_checkpoint(checkpoints, processes=state.num_processes)
+    checkpoint = newest_checkpoint(checkpoints)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
         found = list_checkpoints(checkpoints)
         problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"
@@ -288,6 +292,9 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         if finished(history):
             shutil.rmtree(output / "checkpoints", ignore_errors=True)  # only the model is needed now
+    if trainer.recipe.fsdp:
+        trainer.accelerator.wait_for_everyone()
+        model = KalmixForCausalLM.from_pretrained(output / "model")  # a caller may use it in one process
     return Run(
         recipe=trainer.recipe,
         output=output,

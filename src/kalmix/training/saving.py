@@ -64,7 +64,9 @@ class SafeTrainer(Trainer):
     def _publish(self) -> None:
         """Complete the unfinished checkpoint, and delete the oldest ones beyond `save_total_limit`."""
         (checkpoint,) = list_checkpoints(self._folder / UNFINISHED_FOLDER)
-        write_manifest(checkpoint, self.args.world_size, self.inputs)
+        processes = self.args.world_size
+        rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        write_manifest(checkpoint, processes, processes * rows, self.inputs)
         sync_tree(checkpoint)
         checkpoint.rename(self._folder / checkpoint.name)
         sync(self._folder)

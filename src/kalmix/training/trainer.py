@@ -19,6 +19,7 @@ from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
 from kalmix.distributed import ContextParallel
+from kalmix.distributed.sharding import DYNAMICS, keep_float32
 from kalmix.errors import ArgumentError, NonFiniteError
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.segments import Segments
@@ -34,6 +35,11 @@ UNLIMITED_STEPS = 10**9  # of a run with a time limit only
 def process_state() -> PartialState:
     """Return the processes that train together: those that `torchrun` started, or this one alone."""
     return PartialState(cpu=not torch.accelerator.is_available())
+
+
+def has_fsdp() -> bool:
+    """Return whether accelerate can shard parameters on this machine."""
+    return torch.cuda.is_available()
 
 
 class KalmixTrainer(SafeTrainer):
@@ -54,6 +60,8 @@ class KalmixTrainer(SafeTrainer):
     Raises:
         ArgumentError: in training, if the loss is no longer finite.
     """
+
+    _checked_float32 = False
 
     def __init__(
         self,
@@ -104,6 +112,9 @@ class KalmixTrainer(SafeTrainer):
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Compute the loss, without logits; raise `ArgumentError` if a signal is not finite."""
+        if self.recipe.fsdp and not self._checked_float32:  # compiled models do not check it themselves
+            keep_float32(self.accelerator.unwrap_model(model), DYNAMICS)
+            self._checked_float32 = True
         try:
             return super().compute_loss(model, {**inputs, "skip_logits": True}, *args, **options)
         except NonFiniteError as error:
@@ -196,9 +207,9 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
     steps = data.batching.steps
     fsdp: dict[str, Any] = {}
     if recipe.fsdp:
-        if not torch.cuda.is_available():
+        if not has_fsdp():
             raise ArgumentError("fsdp", got=True, expected="False on a machine without a GPU")
-        fsdp = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"version": 2}}
+        fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=data.batching.rows,

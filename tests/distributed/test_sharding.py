@@ -1,0 +1,45 @@
+"""FSDP2 and DDP: models on two ranks give the loss and gradients of one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import multiprocessing
+
+from distributed import sharded
+from kalmix.training.checkpoints import list_checkpoints
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Run all checks in one group of processes; return the folder with a file per failure."""
+    folder = tmp_path_factory.mktemp("sharded")
+    multiprocessing.spawn(sharded.run_checks, (2, str(folder), list(sharded.CHECKS)), 2)
+    return folder
+
+
+@pytest.mark.parametrize("name", sharded.CHECKS)
+def test_two_ranks(name: str, failures: Path):
+    assert [path.read_text() for path in failures.glob(f"{name}-*")] == []
+
+
+def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path):
+    """The rows of each step are the same, so the losses are."""
+    documents = (f"Document {n}: " + "a filter is a recurrence. " * 20 for n in range(9))
+    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+
+    def run(world: int, *arguments: object) -> None:
+        (tmp_path / "store").unlink(missing_ok=True)
+        multiprocessing.spawn(sharded.train_sharded, (world, str(tmp_path), *arguments), world)
+
+    run(2, "whole", False, None)
+    run(2, "halved", False, 1)
+    checkpoint = list_checkpoints(tmp_path / "halved" / "checkpoints")[0]
+    assert len(list(checkpoint.glob("pytorch_model_fsdp_0/*.distcp"))) == 2  # all ranks save
+    run(3, "halved", True, None)
+    histories = [json.loads((tmp_path / name / "history.json").read_text()) for name in ("whole", "halved")]
+    losses = [{row["step"]: row["loss"] for row in rows if "loss" in row} for rows in histories]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert histories[0][-2]["tokens"] == histories[1][-2]["tokens"]
