@@ -35,12 +35,17 @@ from kalmix.training.run import train
 WRAPPER = "_checkpoint_wrapped_module."
 
 
-def run_checks(rank: int, world: int, folder: str, names: list[str]) -> None:
+def run(rank: int, world: int, folder: str) -> None:
+    """Run all checks."""
+    run_checks(rank, world, folder, CHECKS)
+
+
+def run_checks(rank: int, world: int, folder: str, checks: dict[str, Callable[[Path], None]]) -> None:
     """Run checks by name, and write the failures of each to a file; starting the ranks takes longest."""
     join(rank, world, folder)
-    for name in names:
+    for name, check in checks.items():
         try:
-            CHECKS[name](Path(folder))
+            check(Path(folder))
         except BaseException:
             (Path(folder) / f"{name}-{rank}").write_text(traceback.format_exc())
     distributed.destroy_process_group()

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all checks in one group of processes; return the folder with a file per failure."""
     folder = tmp_path_factory.mktemp("sharded")
-    multiprocessing.spawn(sharded.run_checks, (2, str(folder), list(sharded.CHECKS)), 2)
+    multiprocessing.spawn(sharded.run, (2, str(folder)), 2)
     return folder
 
 
