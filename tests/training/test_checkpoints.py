@@ -108,7 +108,7 @@ def test_another_number_of_processes_needs_as_many_sequences_per_step(halted: tu
     manifest.write_text(json.dumps(written | {"processes": 2, "sequences": 6}))
     check_step_size(checkpoint, 2, 7)
     check_step_size(checkpoint, 3, 6)
-    with pytest.raises(ArgumentError, match="`processes` is 3; expected 2, .*batch_tokens"):
+    with pytest.raises(ArgumentError, match=r"`processes` is 3; expected 2, .*batch_tokens"):
         check_step_size(checkpoint, 3, 9)
 
 
