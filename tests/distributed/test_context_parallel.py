@@ -9,9 +9,9 @@ from layers.conftest import LAYERS
 from torch import multiprocessing
 
 from distributed import ranks
-from kalmix import Segments, layers
+from kalmix import ArgumentError, Segments, layers
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
-from kalmix.models import KalmixConfig
+from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.ops import OPS
 
 REFUSING = "recurrent-afa"
@@ -48,6 +48,18 @@ def test_accelerate_refuses_models_under_its_own_sequence_parallelism():
         if hasattr(big_modeling, refuse):  # older releases have neither check
             with pytest.raises(ValueError, match="parallelism does not support"):
                 getattr(big_modeling, refuse)(model)
+
+
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
+def test_models_refuse_sequence_parallelism_of_accelerate(name, monkeypatch):
+    """Older releases of accelerate do not refuse them."""
+    accelerate = pytest.importorskip("accelerate")
+    model = KalmixForCausalLM(KalmixConfig(vocab_size=8, hidden_size=16, layers=["kla"]))
+    config = accelerate.parallelism_config.ParallelismConfig()
+    setattr(config, name, 2)
+    monkeypatch.setitem(accelerate.state.AcceleratorState._shared_state, "parallelism_config", config)
+    with pytest.raises(ArgumentError, match=rf"`{name}` is 2 .*kalmix.distributed.ContextParallel"):
+        model(torch.zeros(1, 4, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Self
 
@@ -191,6 +192,23 @@ _STATE = _State()
 def is_active() -> bool:
     """Return whether a context is active."""
     return _STATE.context is not None
+
+
+def check_no_other_sequence_parallelism() -> None:
+    """Check that accelerate does not divide the tokens of each sequence, outside a `ContextParallel`.
+
+    Newer releases of accelerate refuse our models by themselves; with older ones each rank would start again.
+
+    Raises:
+        ArgumentError: accelerate's `ParallelismConfig` has `cp_size` or `sp_size` above 1.
+    """
+    accelerate: Any = sys.modules.get("accelerate.state")
+    config = None if accelerate is None else accelerate.AcceleratorState._shared_state.get("parallelism_config")
+    for name in ("cp_size", "sp_size"):
+        size = 1 if config is None or is_active() else getattr(config, name, 1)
+        if size is not None and size > 1:
+            hint = "Use `kalmix.distributed.ContextParallel`, whose layers exchange their states"
+            raise ArgumentError(name, got=f"{size} in accelerate's ParallelismConfig", expected="1", hint=hint)
 
 
 def active_call() -> Call | None:

@@ -14,13 +14,14 @@ from kalmix import designs
 from kalmix.beliefs import HistoryBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.distributed import ops
+from kalmix.distributed.tensor_parallel import WHOLE, Plan
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights
-from kalmix.layers.trajectory_base import complex_heads
+from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import can_check_values, check_positive_int
@@ -164,6 +165,11 @@ class AFATransformerBlock(Mixer):
         """Set both scales of directions to 1."""
         nn.init.ones_(self.input_scale)
         nn.init.ones_(self.output_scale)
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by heads. Every rank computes the whole MLP."""
+        plan = trajectory_plan(self, self.sizes, ranks)
+        return plan | {name: WHOLE for name in plan if name.startswith("mlp_")}
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Return rates, steps, frequencies and noises of magnitudes and directions."""

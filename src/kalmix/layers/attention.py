@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.distributed.entry import past_tokens, share_keys
+from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
@@ -137,6 +138,18 @@ class Attention(Mixer):
         self.key_norm: RMSNorm = RMSNorm(self.width, norm_eps)
         self.out_proj: nn.Linear = nn.Linear(heads * self.width, hidden_size, bias=False)
         load_flash_attention()
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by heads of keys and values, with the query heads that share them."""
+        check_divides(self, "heads of keys and values", self.kv_heads, ranks)
+        columns, shared = self.heads * self.width, self.kv_heads * self.width
+        plan: Plan = {"in_proj.weight": Split(0, (columns, shared, shared)), "out_proj.weight": Split(1, (columns,))}
+        return plan | {"query_norm.weight": SHARED, "key_norm.weight": SHARED}
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Change sizes to those of the heads of one rank."""
+        self.heads //= ranks
+        self.kv_heads //= ranks
 
     @property
     def implementation(self) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from kalmix.distributed.tensor_parallel import Plan
 from kalmix.layers.afa import AdaptiveFilterAttention
+from kalmix.layers.base import Mixer
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
 from kalmix.validation import check_positive_int
@@ -173,6 +175,10 @@ class ControlledFilter(AdaptiveFilterAttention):
             hidden_size, heads=heads, head_dim=head_dim, rotary_base=rotary_base, window=window, kernel=kernel
         )
         self.waypoint_control: WaypointControl = WaypointControl(self.sizes.heads, self.sizes.key_width, rank)
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Raise `ArgumentError`: waypoints combine all heads."""
+        return Mixer.head_plan(self, ranks)
 
     def predict_state(
         self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None

@@ -23,6 +23,10 @@ class Heads(NamedTuple):
     key_width: int
     value_width: int
 
+    def share(self, ranks: int) -> Heads:
+        """Return the sizes of one of `ranks` equal shares of the heads."""
+        return Heads(self.key_heads // ranks, self.heads // ranks, self.key_width, self.value_width)
+
     @classmethod
     def of(
         cls,

@@ -14,6 +14,7 @@ from kalmix import designs
 from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.distributed import ops
+from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides, gather_channels
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.fused import gated_skip, l2_normalize, without_storing
 from kalmix.layers.head_sizes import divide_state
@@ -148,6 +149,24 @@ class KLA(Mixer):
         """Return the number of slots for a state of `state` numbers: a mean and a variance per slot and channel."""
         return {"slots": slots or divide_state(state, 2 * width)}
 
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by channels. Every rank computes all queries and keys."""
+        channels, rank = self.channels, self.signal_proj.out_features - 2 * self.slots
+        check_divides(self, "channels", channels, ranks)
+        pair = Split(0, (channels, channels))
+        plan: Plan = {name: Split(0, (channels,)) for name, _ in self.named_parameters()}
+        plan |= {name: Split(1, (channels,)) for name in plan if name.startswith(("dynamics.", "out_proj."))}
+        if self.value_proj is None:
+            plan["signal_proj.weight"] = Split(0, pair.parts, shared=2 * self.slots)
+            return plan | {"in_proj.weight": pair}
+        assert rank == self.value_proj.in_features
+        return plan | {"in_proj.weight": pair, "signal_proj.weight": SHARED, "value_proj.weight": pair}
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Change sizes to those of the channels of one rank."""
+        self.channels //= ranks
+        self.conv.channels //= ranks
+
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Return rates, steps and diffusions of the cells."""
         return self.dynamics.parameters()
@@ -183,7 +202,7 @@ class KLA(Mixer):
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
         z, after = self.conv(z, conv_state, segments, segment_ids)
-        projected = self.signal_proj(z)
+        projected = self.signal_proj(gather_channels(z, self.tensor_parallel))
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
         log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))

@@ -12,10 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
+from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.fused import ACTIVATIONS, Gate, l2_normalize, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
+from kalmix.layers.parametrize import StepDecay
 from kalmix.segments import Segments
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int
@@ -130,6 +132,27 @@ class MemoryLayer(Mixer):
         columns = divide_state(width * values, heads)
         keys = head_dim or divide_state(state, heads * columns)
         return {"heads": heads, "head_dim": keys, "expand_v": columns / keys}
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by key heads, with the value heads that read them."""
+        sizes = self.sizes
+        check_divides(self, "key heads", sizes.key_heads, ranks)
+        plan: Plan = {name: Split(0, (len(x),)) for name, x in self.named_parameters()}  # one row or more per head
+        for name in plan:
+            if name.startswith(("qkv_proj.", "conv.")):
+                plan[name] = Split(0, (sizes.keys, sizes.keys, sizes.values))
+            elif name == "norm.weight" or name.endswith(".0.weight"):  # of each head; first factor of low rank
+                plan[name] = SHARED
+        return plan | {"out_proj.weight": Split(1, (sizes.values,))}
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Change sizes to those of the heads of one rank."""
+        super().keep_heads(ranks, rank)
+        for module in self.modules():
+            if isinstance(module, StepDecay):
+                module.keep_heads(ranks)
+        if self.conv is not None:
+            self.conv.channels //= ranks
 
     @abstractmethod
     def signals(self, x: Tensor) -> dict[str, Tensor]:

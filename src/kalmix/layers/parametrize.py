@@ -215,6 +215,11 @@ class StepDecay(nn.Module):
         )
         self.dynamics: StepDynamics = StepDynamics(math.prod(rates), outputs, min_rate=min_rate, rotates=rotates)
 
+    def keep_heads(self, ranks: int) -> None:
+        """Change sizes to those of the heads of one rank."""
+        self.rates = (self.rates[0] // ranks, *self.rates[1:])
+        self.steps = (self.steps[0] // ranks, *self.steps[1:])
+
     def forward(self, x: Tensor) -> DecayStep:
         """Return decays, steps and angles of tokens `[B, T, D]`."""
         raw = to_state_dtype(self.proj(x))

@@ -88,6 +88,12 @@ class RetNet(MemoryLayer):
         super().__init__(hidden_size, sizes, conv=0, activate=False, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base
+        self.first_head = 0  # with heads on several ranks
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Change sizes to those of the heads of one rank."""
+        super().keep_heads(ranks, rank)
+        self.first_head = rank * self.sizes.heads
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Scale q by 1 / sqrt(K)."""
@@ -115,7 +121,7 @@ class RetNet(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Return the fixed log-decays, `[B, T, G]`."""
-        head = torch.arange(self.sizes.heads, device=x.device, dtype=belief_dtype(x.dtype))
+        head = self.first_head + torch.arange(self.sizes.heads, device=x.device, dtype=belief_dtype(x.dtype))
         return {"log_decay": torch.log1p(-(2.0 ** (-5 - head))).expand(*x.shape[:2], -1)}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:

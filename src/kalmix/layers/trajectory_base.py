@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import HistoryBelief
+from kalmix.distributed.tensor_parallel import ADDED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
@@ -28,6 +29,15 @@ PREDICTIONS = ("step", "gate")
 def complex_heads(hidden_size: int, heads: int | None, head_dim: int | None) -> Heads:
     """Return sizes of H heads with C complex channels; by default C <= 64 and 2 H C is about D. See `Heads.of`."""
     return Heads.of(hidden_size, heads=heads, head_dim=head_dim, expand_v=1.0, share=0.5, max_width=64)
+
+
+def trajectory_plan(layer: Mixer, sizes: Heads, ranks: int) -> Plan:
+    """Return how ranks divide the parameters of a layer with `in_proj` to q, k and v, and one row or more per head."""
+    check_divides(layer, "heads", sizes.heads, ranks)
+    columns = 2 * sizes.keys
+    plan: Plan = {name: Split(0, (len(x),)) for name, x in layer.named_parameters()}
+    plan |= {name: Split(0, (columns,) * 3) for name in plan if name.startswith("in_proj.")}
+    return plan | {"out_proj.weight": Split(1, (columns,)), "out_proj.bias": ADDED}
 
 
 class StateTransition(NamedTuple):
@@ -115,6 +125,10 @@ class TrajectoryLayer(Mixer):
     def reset_parameters(self) -> None:
         """Set the weight of the estimate in the residual to 0.5."""
         nn.init.zeros_(self.residual)
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by heads."""
+        return trajectory_plan(self, self.sizes, ranks)
 
     @abstractmethod
     def estimate(

@@ -20,6 +20,7 @@ with optional_imports():
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.utils import can_return_tuple
 
+from kalmix.distributed.context import check_no_other_sequence_parallelism
 from kalmix.distributed.sharding import DYNAMICS, keep_float32, shard_dynamics
 from kalmix.errors import ArgumentError
 from kalmix.layers import Attention
@@ -29,6 +30,7 @@ from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
+from kalmix.models.parallel_styles import whole_weights
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack
 from kalmix.types import Filtered, replace_fields
@@ -116,6 +118,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _checked_float32 = False
+    heads_are_sharded = False  # whether ranks divide the heads among them
 
     def __init__(self, config: PreTrainedConfig, *args: Any, **kwargs: Any) -> None:
         if isinstance(config, PreTrainedConfig) and not isinstance(config, KalmixConfig):
@@ -133,7 +136,9 @@ class KalmixPreTrainedModel(PreTrainedModel):
         self._apply_attn_implementation()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call `forward`; under FSDP2, first check that dynamics act in float32."""
+        """Call `forward`; first refuse accelerate's sequence parallelism and, under FSDP2, keep dynamics in float32."""
+        if not torch.compiler.is_compiling():
+            check_no_other_sequence_parallelism()
         if not torch.compiler.is_compiling() and not self._checked_float32 and hasattr(self, "_get_fsdp_state"):
             keep_float32(self, self._keep_in_fp32_modules_strict or ())
             self._checked_float32 = True
@@ -145,6 +150,12 @@ class KalmixPreTrainedModel(PreTrainedModel):
         if mesh_manager is not None and distributed_config.fsdp_size > 1:
             shard_dynamics(model, _fsdp_mesh(distributed_config, mesh_manager))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
+
+    def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return whole weights on the rank that saves them."""
+        if self.heads_are_sharded:
+            return whole_weights(model_to_save, keep=kwargs.get("save_on_this_rank", True))
+        return super().gather_sharded_state_dict_for_save(model_to_save, *args, **kwargs)
 
     def _resolve_parallel_plans(self, distributed_config: Any) -> Any:
         *plans, fsdp_plan = super()._resolve_parallel_plans(distributed_config)

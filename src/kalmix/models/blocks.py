@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kalmix.distributed.tensor_parallel import Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer, option_types
@@ -204,6 +205,15 @@ class MLP(nn.Module):
         width = 2 * intermediate_size if activation == "swiglu" else intermediate_size
         self.in_proj: nn.Linear = nn.Linear(hidden_size, width, bias=False)
         self.out_proj: nn.Linear = nn.Linear(intermediate_size, hidden_size, bias=False)
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how ranks divide the parameters: by hidden columns."""
+        width = self.out_proj.in_features
+        check_divides(self, "hidden columns", width, ranks)
+        return {"in_proj.weight": Split(0, (width, width)), "out_proj.weight": Split(1, (width,))}
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Do nothing: no size but those of the weights depends on the number of ranks."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""

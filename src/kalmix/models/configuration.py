@@ -21,6 +21,7 @@ from kalmix.models.stack import PROPAGATIONS
 from kalmix.validation import check_choice, check_number, check_positive_int, check_types
 
 DEFAULT_BLOCKS = 12
+HEADS = "kalmix_heads"  # name of the style of tensor parallelism; `kalmix.models.parallel_styles` registers it
 LOSSES = ("cross-entropy", "marginal")
 LORA_TARGETS = ("in_proj", "qkv_proj", "out_proj")  # linear maps into and out of mixers and MLPs
 REMOTE_MODULE = "modeling_kalmix"
@@ -111,6 +112,7 @@ class KalmixConfig(PreTrainedConfig):
     """
 
     model_type = "kalmix"
+    base_model_tp_plan = {"embed_tokens": HEADS, "layers.*.mixer": HEADS}  # noqa: RUF012
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "beliefs"]
 
     vocab_size: int = 32768

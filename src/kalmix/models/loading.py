@@ -19,6 +19,7 @@ with optional_imports():
 from kalmix.errors import ArgumentError, FileError
 from kalmix.models.configuration import AUTO_CLASSES, CONFIG_FIELDS, INHERITED_KEYS, KalmixConfig
 from kalmix.models.folder import check_finite, check_weights, read_config, read_headers
+from kalmix.models.parallel_styles import shard_loaded
 
 # With these, transformers reads other files than those that `check_folder` reads, or no files.
 _OTHER_SOURCES = {"variant", "gguf_file", "state_dict"}
@@ -56,6 +57,7 @@ def load_checked(
             _check_names(model, info)
         check_finite(model)
         _load_blocks_whole(model)
+        shard_loaded(model)
     except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
         expected = "a complete checkpoint of this model"
         raise ArgumentError(str(path), got=f"damaged ({error})", expected=expected) from error

@@ -1,0 +1,48 @@
+"""Tensor parallelism by the models' own plan, which transformers applies with `tp_plan="auto"`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+from kalmix.distributed import gather_heads, shard_heads
+from kalmix.errors import ArgumentError
+from kalmix.models.configuration import HEADS
+
+
+class Heads(TensorParallelLayer):
+    """Style of a module that `kalmix.distributed.shard_heads` divides after its weights are loaded."""
+
+    def install_forward(self, module: Any, mesh: Any) -> Any:
+        """Leave the module as it is."""
+        return module
+
+
+ALL_PARALLEL_STYLES.register(HEADS, Heads())  # pyright: ignore[reportArgumentType]
+
+
+def shard_loaded(model: Any) -> None:
+    """Divide the heads of a model that transformers has loaded, if its configuration asks for tensor parallelism.
+
+    Raises:
+        ArgumentError: the configuration combines it with FSDP2, or a layer cannot be divided.
+    """
+    settings = getattr(model.config, "distributed_config", None)
+    if settings is None or settings.tp_size == 1 or getattr(model, "_device_mesh", None) is None:
+        return
+    if settings.fsdp_size > 1:
+        got = f"{settings.fsdp_size} with tp_size={settings.tp_size}"
+        raise ArgumentError("fsdp_size", got=got, expected="1 with tensor parallelism")
+    mesh = model._device_mesh
+    shard_heads(model, mesh["tp"] if mesh.ndim > 1 else mesh)
+    model.heads_are_sharded = True
+
+
+def whole_weights(model: Any, *, keep: bool) -> dict[str, Any]:
+    """Return the whole weights of a divided model on ranks that `keep` them; every rank calls this function."""
+    weights = gather_heads(model)
+    return weights if keep else {}
