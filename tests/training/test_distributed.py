@@ -14,6 +14,8 @@ from kalmix.training.run import train
 
 from .test_pretraining import shards  # noqa: F401 - a fixture
 
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
 
 def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: Path) -> None:
     small = [
@@ -30,9 +32,8 @@ def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: P
         "--steps",
         "3",
     ]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     result = subprocess.run(
-        [*torchrun, "-m", "kalmix.cli", "train", "--text", str(text_file), *small],
+        [*TORCHRUN, "-m", "kalmix.cli", "train", "--text", str(text_file), *small],
         cwd=tmp_path,
         capture_output=True,
         text=True,

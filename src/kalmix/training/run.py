@@ -18,13 +18,14 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from torch._dynamo.exc import BackendCompilerFailed
+from torch.distributed import DistError
 
 from kalmix._extras import optional_imports
 
@@ -135,7 +136,8 @@ def train(
             `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the data, the
             tokenizer, a setting or, without `recipe.batch_tokens`, the number of processes is not that of the
             checkpoint, or a checkpoint lacks a file.
-        OSError: a file cannot be written, for example on a full disk; names the path.
+        OSError: a file cannot be written, for example on a full disk; names the path. `ConnectionError`: another
+            process of the run has ended.
 
     Example:
         >>> from pathlib import Path
@@ -155,8 +157,21 @@ def train(
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
     set_seed(recipe.seed)
     source = open_source(recipe)
-    with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output):
+    with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output), _peer_errors(output):
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
+
+
+@contextmanager
+def _peer_errors(output: Path) -> Iterator[None]:
+    """Convert the failure of an exchange between processes to a `ConnectionError` that says how to resume."""
+    try:
+        yield
+    except RuntimeError as error:
+        broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
+        if not isinstance(error, DistError) and not any(words in str(error) for words in broken):
+            raise
+        hint = f"`kalmix train --resume --output {output}` under torchrun continues from the newest checkpoint"
+        raise ConnectionError(f"another process of this run has ended, so training stops; {hint}") from error
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
