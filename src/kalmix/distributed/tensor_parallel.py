@@ -47,6 +47,29 @@ WHOLE = "whole"  # every rank computes the same with it
 Plan = dict[str, "Split | str"]
 
 
+class HeadSharding(nn.Module):
+    """Module whose heads `shard_heads` can divide among ranks.
+
+    Attributes:
+        tensor_parallel: group of the ranks that divide the heads; `None` if one process has all.
+    """
+
+    tensor_parallel: Any = None
+
+    def head_plan(self, ranks: int) -> Plan:
+        """Return how the ranks divide each parameter.
+
+        Raises:
+            ArgumentError: the layer cannot be divided among so many ranks.
+        """
+        problem = "cannot take part in tensor parallelism, since its heads are combined before the output projection"
+        raise ArgumentError(type(self).__name__, problem=problem, expected="a layer whose heads are independent")
+
+    def keep_heads(self, ranks: int, rank: int) -> None:
+        """Change sizes to those of the heads of one rank."""
+        self.sizes: Any = self.sizes.share(ranks)
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity whose gradient is summed over ranks."""
 

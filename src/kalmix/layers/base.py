@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kalmix.designs import Design
 from kalmix.distributed.context import is_active, read_on_rank
-from kalmix.distributed.tensor_parallel import Plan
+from kalmix.distributed.tensor_parallel import HeadSharding
 from kalmix.errors import ArgumentError, any_of
 from kalmix.layers.head_sizes import Heads
 from kalmix.ops import OPS
@@ -32,7 +32,7 @@ from kalmix.validation import (
 State = TypeVar("State", bound=tuple)
 
 
-class Mixer(nn.Module):
+class Mixer(HeadSharding):
     """Base class of sequence layers: a module that mixes tokens along time and returns its output with its state.
 
         y, state = layer(x)                          # training or prefill: `[B, T, D]` -> `[B, T, D]`
@@ -96,7 +96,6 @@ class Mixer(nn.Module):
     """
 
     design: Design | None = None
-    tensor_parallel: Any = None  # group of ranks that divide the heads; `shard_heads` sets it
     has_posterior: bool = False
     includes_mlp: ClassVar[bool] = False
     window: int | None = None
@@ -207,19 +206,6 @@ class Mixer(nn.Module):
     def flops_per_token(self, length: int) -> float:
         """Return the forward FLOPs of the recurrence per token: by default four per number of the average state."""
         return 2.0 * (self.state_size(1) + self.state_size(length))
-
-    def head_plan(self, ranks: int) -> Plan:
-        """Return how the ranks of a group divide each parameter, for `kalmix.distributed.shard_heads`.
-
-        Raises:
-            ArgumentError: the layer cannot be divided among so many ranks.
-        """
-        problem = "cannot take part in tensor parallelism, since its heads are combined before the output projection"
-        raise ArgumentError(type(self).__name__, problem=problem, expected="a layer whose heads are independent")
-
-    def keep_heads(self, ranks: int, rank: int) -> None:
-        """Change sizes to those of the heads of one rank."""
-        self.sizes: Any = self.sizes.share(ranks)
 
     def write_gain(self, x: Tensor) -> Tensor | None:
         """Return the average gain with which each token is written, starting from the prior.

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from kalmix._extras import optional_imports
 
 with optional_imports():
     from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.cache_utils import Cache, DynamicCache
-    from transformers.modeling_layers import GradientCheckpointingLayer
     from transformers.modeling_outputs import BaseModelOutputWithPast
     from transformers.utils import can_return_tuple
 
@@ -28,9 +25,10 @@ from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
+from kalmix.models.checkpointed_block import KalmixBlock
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
-from kalmix.models.parallel_styles import whole_weights
+from kalmix.models.parallel_styles import fsdp_mesh, whole_weights
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack
 from kalmix.types import Filtered, replace_fields
@@ -76,36 +74,6 @@ class KalmixModelOutput(BaseModelOutputWithPast):
     layout: InputLayout | None = None
 
 
-class KalmixBlock(GradientCheckpointingLayer, Block):
-    """`Block` with the gradient checkpointing of transformers, all of whose options apply."""
-
-    @property
-    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
-        # Reentrant checkpoints see only tensors that are arguments or results themselves.
-        return self._checkpoint if torch.compiler.is_compiling() else partial(_checkpoint_leaves, self._checkpoint)
-
-    @_gradient_checkpointing_func.setter
-    def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
-        self._checkpoint = function
-
-    @_gradient_checkpointing_func.deleter
-    def _gradient_checkpointing_func(self) -> None:
-        del self._checkpoint
-
-
-def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
-    """Call `checkpoint(function, *args)` with all tensors inside `args` and the result passed one by one."""
-    leaves, structure = pytree.tree_flatten(args)
-    structures = []
-
-    def flat(*leaves: Any) -> tuple[Any, ...]:
-        results, results_structure = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, structure)))
-        structures.append(results_structure)
-        return tuple(results)
-
-    return pytree.tree_unflatten(checkpoint(flat, *leaves), structures[0])
-
-
 class KalmixPreTrainedModel(PreTrainedModel):
     """Base class of the models for transformers: initialization, checkpoints, features."""
 
@@ -148,7 +116,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         """Shard an empty model, before transformers loads its weights; dynamics act in float32."""
         if mesh_manager is not None and distributed_config.fsdp_size > 1:
-            shard_dynamics(model, _fsdp_mesh(distributed_config, mesh_manager))
+            shard_dynamics(model, fsdp_mesh(distributed_config, mesh_manager))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
     def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -373,13 +341,6 @@ class KalmixModel(KalmixPreTrainedModel):
             posterior=output.posterior,
             layout=layout if output_layout else None,
         )
-
-
-def _fsdp_mesh(distributed_config: Any, mesh: Any) -> Any:
-    """Return the part of transformers' mesh over which FSDP2 shards parameters."""
-    if not hasattr(mesh, "get_mesh"):  # transformers < 5.21 pass the mesh itself
-        return mesh["fsdp"] if mesh.ndim > 1 else mesh
-    return mesh.get_mesh(("dp_replicate", "fsdp") if distributed_config.dp_replicate_size > 1 else "fsdp")
 
 
 def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int) -> Tensor:

@@ -25,6 +25,13 @@ class Heads(TensorParallelLayer):
 ALL_PARALLEL_STYLES.register(HEADS, Heads())  # pyright: ignore[reportArgumentType]
 
 
+def fsdp_mesh(distributed_config: Any, mesh: Any) -> Any:
+    """Return the part of transformers' mesh over which FSDP2 shards parameters."""
+    if not hasattr(mesh, "get_mesh"):  # transformers < 5.21 pass the mesh itself
+        return mesh["fsdp"] if mesh.ndim > 1 else mesh
+    return mesh.get_mesh(("dp_replicate", "fsdp") if distributed_config.dp_replicate_size > 1 else "fsdp")
+
+
 def shard_loaded(model: Any) -> None:
     """Divide the heads of a model that transformers has loaded, if its configuration asks for tensor parallelism.
 

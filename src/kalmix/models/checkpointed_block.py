@@ -1,0 +1,47 @@
+"""Block whose activations transformers can compute again in the backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+from kalmix.models.blocks import Block
+
+
+class KalmixBlock(GradientCheckpointingLayer, Block):
+    """`Block` with the gradient checkpointing of transformers, all of whose options apply."""
+
+    @property
+    def _gradient_checkpointing_func(self) -> Callable[..., Any]:
+        # Reentrant checkpoints see only tensors that are arguments or results themselves.
+        return self._checkpoint if torch.compiler.is_compiling() else partial(_checkpoint_leaves, self._checkpoint)
+
+    @_gradient_checkpointing_func.setter
+    def _gradient_checkpointing_func(self, function: Callable[..., Any]) -> None:
+        self._checkpoint = function
+
+    @_gradient_checkpointing_func.deleter
+    def _gradient_checkpointing_func(self) -> None:
+        del self._checkpoint
+
+
+def _checkpoint_leaves(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    """Call `checkpoint(function, *args)` with all tensors inside `args` and the result passed one by one."""
+    leaves, structure = pytree.tree_flatten(args)
+    structures = []
+
+    def flat(*leaves: Any) -> tuple[Any, ...]:
+        results, results_structure = pytree.tree_flatten(function(*pytree.tree_unflatten(leaves, structure)))
+        structures.append(results_structure)
+        return tuple(results)
+
+    return pytree.tree_unflatten(checkpoint(flat, *leaves), structures[0])
