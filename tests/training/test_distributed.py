@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
+from kalmix.training.checkpoints import list_checkpoints
 from kalmix.training.recipe_files import read_recipe
 from kalmix.training.run import train
 
@@ -76,3 +80,31 @@ def test_processes_that_divide_sequences_equal_one_process(packing: str, shards:
     expected = [row for row in alone.history if "loss" in row]
     for name in ("loss", "grad_norm", "tokens"):
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=1e-4), name
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_run_which_resumes(text_file: Path, tmp_path: Path) -> None:
+    """After `kill -9` of one process, the others end within a minute, with one sentence."""
+    output = tmp_path / "run"
+    small = "--layers kla --hidden-size 8 --seq-len 16 --batch-size 2 --tokenizer bytes --steps 400"
+    command = [*TORCHRUN, "-m", "kalmix.cli", "train", "--output", str(output)]
+    errors = tmp_path / "errors"
+    with errors.open("w") as file:
+        run = subprocess.Popen([*command, "--text", str(text_file), *small.split()], stderr=file, stdout=file)
+        while not list_checkpoints(output / "checkpoints") and run.poll() is None:
+            time.sleep(0.2)
+        children = subprocess.run(["pgrep", "-P", str(run.pid)], capture_output=True, text=True, check=True)
+        os.kill(int(children.stdout.split()[-1]), signal.SIGKILL)
+        killed = time.monotonic()
+        assert run.wait(timeout=60) != 0
+    assert time.monotonic() - killed < 60
+    said = [line for line in errors.read_text().splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "another process of this run has ended" in said[0] and "--resume" in said[0]
+    step = max(int(path.name.split("-")[1]) for path in list_checkpoints(output / "checkpoints"))
+    assert step >= 80
+    recipe = json.loads((output / "recipe.json").read_text())
+    (output / "recipe.json").write_text(json.dumps(recipe | {"steps": step + 2}))
+    result = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    history = json.loads((output / "history.json").read_text())
+    assert history[-1]["step"] == step + 2
