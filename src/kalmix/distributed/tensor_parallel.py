@@ -172,7 +172,14 @@ def shard_heads(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def gather_heads(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict of a model with whole weights, after `shard_heads`; call it on every rank."""
+    """Return the state dict of a model with whole weights, after `shard_heads`; call it on every rank.
+
+    Example:
+        >>> from kalmix.distributed import gather_heads
+        >>> from kalmix.layers import KLA
+        >>> gather_heads(KLA(16))["skip"].shape  # a layer that is not divided
+        torch.Size([16])
+    """
     whole: dict[str, Tensor] = {}
     for name, x in model.state_dict(keep_vars=True).items():
         split, mesh = getattr(x, "_kalmix_split", None), getattr(x, "device_mesh", None)
