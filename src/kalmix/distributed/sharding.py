@@ -71,7 +71,7 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
             register_fsdp_forward_method(module, "finish")
     for name, module in _named(model, names):
         if isinstance(module, FSDPModule):
-            # There is no public way to replace a policy. The tests check these attributes for torch 2.11 to 2.13.
+            # There is no public way to replace a policy. The tests check these attributes with torch 2.13.
             state: Any = module._get_fsdp_state()
             state._mp_policy = state._fsdp_param_group.mp_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
             module.set_reshard_after_forward(False)  # its few numbers stay until the backward pass
