@@ -141,16 +141,19 @@ class Call:
         runs: Runs = find_runs(placement, batch, length, context.documents)
         whole = placement.spans == 1 and context.documents is None
         size = placement.span_length(length)
-        self.context, self.batch, self.length, self.runs = context, batch, length, runs
-        self.segments = None if whole else segments_of(runs.every, device)
-        self.tails = None if whole else segments_of(runs.tails, device)
-        self.past = torch.tensor([run.past for run in runs.every], device=device)
-        self.document = torch.tensor([run.document for run in runs.every], device=device)
-        self.row = torch.tensor([run.row for run in runs.every], device=device)
-        self.entry = torch.tensor([run.span * batch + run.row for run in runs.every], device=device)
-        self.starts = torch.tensor([run.past == 0 for run in runs.tails], device=device)
-        self.tail_start = torch.tensor([run.start - run.span * size for run in runs.tails], device=device)
-        self.held = torch.tensor(placement.held, device=device).repeat_interleave(batch)
+        self.context: ContextParallel = context
+        self.batch: int = batch
+        self.length: int = length
+        self.runs: Runs = runs
+        self.segments: Segments | None = None if whole else segments_of(runs.every, device)
+        self.tails: Segments | None = None if whole else segments_of(runs.tails, device)
+        self.past: Tensor = torch.tensor([run.past for run in runs.every], device=device)
+        self.document: Tensor = torch.tensor([run.document for run in runs.every], device=device)
+        self.row: Tensor = torch.tensor([run.row for run in runs.every], device=device)
+        self.entry: Tensor = torch.tensor([run.span * batch + run.row for run in runs.every], device=device)
+        self.starts: Tensor = torch.tensor([run.past == 0 for run in runs.tails], device=device)
+        self.tail_start: Tensor = torch.tensor([run.start - run.span * size for run in runs.tails], device=device)
+        self.held: Tensor = torch.tensor(placement.held, device=device).repeat_interleave(batch)
         self.participants = 0
 
     @property

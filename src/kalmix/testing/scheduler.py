@@ -129,10 +129,13 @@ class Server:
     """Server that decodes a workload with batches of `rows` rows and a pool of slots."""
 
     def __init__(self, workload: Workload, pool: Any, rows: int, seed: int = 0) -> None:
-        self.workload, self.pool, self.rows, self.draw = workload, pool, rows, random.Random(seed)
-        self.free = list(range(pool[0].shape[0]))
+        self.workload: Workload = workload
+        self.pool: Any = pool
+        self.rows: int = rows
+        self.draw: random.Random = random.Random(seed)
+        self.free: list[int] = list(range(pool[0].shape[0]))
         self.users: Counter[int] = Counter()  # number of sequences that share a slot
-        self.waiting = [row for row, parent in enumerate(workload.parents) if parent is None]
+        self.waiting: list[int] = [row for row, parent in enumerate(workload.parents) if parent is None]
         self.active: list[Stream] = []
         self.finished: dict[int, Stream] = {}
         for slot in self.free:

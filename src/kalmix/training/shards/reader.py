@@ -51,7 +51,7 @@ class Shards:
 
     def __init__(self, folder: str | os.PathLike[str], split: str = "train") -> None:
         check_choice("split", split, ("train", "held_out"))
-        self.folder = Path(folder)
+        self.folder: Path = Path(folder)
         self.split = split
         self.manifest: Manifest = Manifest.load(self.folder)
         self._shards = [shard for shard in self.manifest.shards if shard.split == split]

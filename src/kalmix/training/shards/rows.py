@@ -69,7 +69,9 @@ class PackedRows:
     """
 
     def __init__(self, shards: Shards, seq_len: int, seed: int | None) -> None:
-        self.shards, self.seq_len, self.seed = shards, seq_len, seed
+        self.shards: Shards = shards
+        self.seq_len: int = seq_len
+        self.seed: int | None = seed
         self.groups: int = -(-shards.documents // _DOCUMENTS)
 
     def group(self, epoch: int, number: int) -> list[Row]:
@@ -102,7 +104,8 @@ class StreamRows:
     """
 
     def __init__(self, shards: Shards, seq_len: int, seed: int | None) -> None:
-        self.seq_len, self.seed = seq_len, seed
+        self.seq_len: int = seq_len
+        self.seed: int | None = seed
         self.windows: int = max(0, shards.tokens - 1) // seq_len
         self.groups: int = -(-self.windows // _WINDOWS)
 
