@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -41,6 +42,7 @@ FORMATS: dict[str, Callable[[Path], object]] = {
     "a.jsonl": lambda path: path.write_bytes(LINES),
     "a.ndjson": lambda path: path.write_bytes(b"\xef\xbb\xbf" + LINES.replace(b"\n", b"\r\n\n").rstrip()),
     "a.jsonl.gz": lambda path: path.write_bytes(gzip.compress(LINES[:50]) + gzip.compress(LINES[50:])),
+    "a.jsonl.xz": lambda path: path.write_bytes(lzma.compress(LINES[:50]) + lzma.compress(LINES[50:])),
     "a.json.zst": lambda path: path.write_bytes(zstd(LINES[:50]) + zstd(LINES[50:])),
     "a.parquet": parquet,
 }
@@ -54,10 +56,11 @@ def test_rows_are_read_from_every_format(name: str, tmp_path: Path) -> None:
     assert wrong == "it has 'text', 'id'"
 
 
-@pytest.mark.parametrize("name", ["a.md", "a.md.gz", "a.txt.zst"])
+@pytest.mark.parametrize("name", ["a.md", "a.md.gz", "a.md.xz", "a.txt.zst"])
 def test_long_texts_are_cut_at_line_breaks(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = "a line of words\n" * 30 + "é" * 40 + "\nthe end"
-    pack = {"": bytes, ".gz": gzip.compress, ".zst": zstd}[Path(name).suffix if name.count(".") > 1 else ""]
+    packs = {"": bytes, ".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+    pack = packs[Path(name).suffix if name.count(".") > 1 else ""]
     (tmp_path / name).write_bytes(pack(b"\xef\xbb\xbf" + text.encode()))
     assert read(tmp_path / name) == ([text], [])
     monkeypatch.setattr(documents, "MAX_DOCUMENT", 33)
@@ -99,6 +102,8 @@ DAMAGE = {
     "long line": ("a.jsonl", GOOD + b" " * 90_000 + b"\n" + GOOD, "whose line 2 has more than", 2),
     "half a gz": ("a.jsonl.gz", cut(gzip.compress(MANY)), "whose compressed data is damaged", None),
     "no gz": ("a.jsonl.gz", GOOD, "whose compressed data is damaged (Not a gzipped file", 0),
+    "half an xz": ("a.jsonl.xz", cut(lzma.compress(MANY)), "whose compressed data is damaged", None),
+    "no xz": ("a.jsonl.xz", GOOD, "whose compressed data is damaged (Input format not supported", 0),
     "half a zst": ("a.jsonl.zst", cut(zstd(MANY)), "cannot be read (Truncated compressed stream)", None),
     "no zst": ("a.jsonl.zst", GOOD, "which cannot be read", 0),
     "text of latin-1": ("a.txt", b"caf\xe9", "which is not UTF-8 (byte 3)", 0),

@@ -146,7 +146,7 @@ def read_file(path: Path) -> str | None:
     """Return the text of a file of a package; `None` if it is data, generated, too short or long, or not in English."""
     inner = path.with_suffix("") if is_compressed(path.name) else path
     suffix = inner.suffix.lower()
-    if suffix not in PROSE | CODE or path.suffix == ".zst" or not path.is_file():
+    if suffix not in PROSE | CODE or path.suffix in (".xz", ".zst") or not path.is_file():
         return None
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()

@@ -1,4 +1,4 @@
-"""Documents of one file: plain text, JSON lines or Parquet, also compressed by gzip or Zstandard.
+"""Documents of one file: plain text, JSON lines or Parquet, also compressed by gzip, xz or Zstandard.
 
 Files are read in pieces, so that memory does not grow with their size.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import lzma
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ Kind = Literal["text", "jsonl", "parquet"]
 MAX_DOCUMENT = 1 << 24  # bytes; longer text files are cut at a line break
 MAX_LINE = 1 << 28  # bytes of a line of JSON
 _ROWS = 64  # of a Parquet file that are decoded at once
-_COMPRESSED = {".gz", ".zst"}
+_COMPRESSED = {".gz", ".xz", ".zst"}
 
 
 class Document(NamedTuple):
@@ -74,7 +75,7 @@ def file_kind(name: str) -> Kind | None:
 
 
 def is_compressed(name: str) -> bool:
-    """Return whether a file is compressed by gzip or Zstandard, by its name."""
+    """Return whether a file is compressed by gzip, xz or Zstandard, by its name."""
     return Path(name.lower()).suffix in _COMPRESSED
 
 
@@ -97,7 +98,7 @@ def read_slice(part: FileSlice, column: str) -> Iterator[Document]:
             yield document
     except FileError as error:
         yield _damage(f"where {error}", position)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         yield _damage(f"whose compressed data is damaged ({error})", position)
     except OSError as error:  # pyarrow raises it for damaged data, too
         yield _damage(f"which cannot be read ({error.strerror or error})", position)
@@ -146,6 +147,9 @@ def _open(path: str) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
         suffix = Path(path).suffix.lower()
         if suffix == ".gz":
             with gzip.open(raw) as file:
+                yield file, raw  # pyright: ignore[reportReturnType]
+        elif suffix == ".xz":
+            with lzma.open(raw) as file:
                 yield file, raw  # pyright: ignore[reportReturnType]
         elif suffix == ".zst":
             with optional_imports():

@@ -1,0 +1,134 @@
+"""Pack a corpus into compressed pieces of limited size, with a tokenizer, to tokenise it on another machine.
+
+    python -m kalmix_bench.datasets.package_texts --output corpus
+    python -m kalmix_bench.datasets.corpus_pieces corpus --output pieces
+    kalmix data prepare pieces/text --tokenizer pieces/tokenizer --held-out 0.01 --output shards      # there
+
+Writes `pieces/text/NN.jsonl.xz` of at most `--limit` MiB each, `pieces/tokenizer/`, a byte-level BPE that never sees
+held-out documents, and `pieces/licences.json`. A hash of a document's text chooses its piece, so each piece is a sample
+of the whole corpus, and one piece alone can be used. Pieces that are finished are kept if the command is repeated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import lzma
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from kalmix.files import replace_file, sync_tree, write_text
+from kalmix.training.shards.documents import FileSlice, file_kind, read_slice
+from kalmix.training.shards.tokenize_part import is_held_out
+from kalmix.training.shards.tokenizer import SAMPLE_BYTES, new_tokenizer
+
+HELD_OUT = 0.01  # pass the same fraction to `kalmix data prepare`
+VOCAB_SIZE = 16384
+LIMIT = 55  # MiB of a piece
+SAMPLE = 1 << 24  # bytes of text from which the compression is estimated
+MARGIN = 1.02  # of the estimated size
+FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 28}]
+
+
+def documents(corpus: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the text of each document in a folder of JSON lines, and its bytes in UTF-8.
+
+    Raises:
+        SystemExit: a document cannot be read.
+    """
+    for path in sorted(path for path in corpus.iterdir() if file_kind(path.name) == "jsonl"):
+        for document in read_slice(FileSlice(str(path), "jsonl", 0, path.stat().st_size), "text"):
+            if document.damage is not None:
+                raise SystemExit(f"error: {path}, {document.damage}")
+            yield document.text, document.data
+
+
+def piece_of(data: bytes, pieces: int) -> int:
+    """Return the number of the piece that holds a document with this text in UTF-8.
+
+    The hash is another one than that which chooses held-out documents, so that each piece has some.
+    """
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"piece").digest(), "big") % pieces
+
+
+def write_piece(corpus: Path, number: int, pieces: int, path: Path) -> int:
+    """Compress the documents of a piece to `path`, unless it exists; return the bytes of the file."""
+    if not path.exists():
+        with replace_file(path) as partial, lzma.open(partial, "wb", format=lzma.FORMAT_XZ, filters=FILTERS) as file:
+            for text, data in documents(corpus):
+                if piece_of(data, pieces) == number:
+                    file.write(json.dumps({"text": text}, ensure_ascii=False).encode() + b"\n")
+    return path.stat().st_size
+
+
+def count_pieces(corpus: Path, limit: int) -> int:
+    """Return the number of pieces of at most `limit` bytes, estimated by compressing a sample of the documents.
+
+    A sample compresses worse than a piece, which has more to refer to.
+    """
+    total = sum(len(data) for _, data in documents(corpus))
+    share = max(1, total // SAMPLE)
+    sample = b"".join(data for _, data in documents(corpus) if piece_of(data, share) == 0)
+    packed = len(lzma.compress(sample, format=lzma.FORMAT_XZ, filters=FILTERS))
+    return max(1, -(-int(MARGIN * total * packed / max(len(sample), 1)) // limit))
+
+
+def train_tokenizer(corpus: Path, folder: Path, vocab_size: int, held_out: float) -> None:
+    """Train a byte-level BPE on an even sample of the training documents, and write it to `folder`."""
+    total = sum(len(data) for _, data in documents(corpus))
+    share = -(-total // SAMPLE_BYTES)
+    texts = (text for text, data in documents(corpus) if not is_held_out(data, held_out) and piece_of(data, share) == 0)
+    new_tokenizer(texts, vocab_size).save_pretrained(folder)
+    sync_tree(folder)
+
+
+def pack(corpus: Path, output: Path, *, limit: int, pieces: int | None, vocab_size: int = VOCAB_SIZE) -> list[Path]:
+    """Write the tokenizer, the licences and all pieces; return the files of the pieces.
+
+    Args:
+        corpus: folder of JSON lines with the column `text`, as `package_texts` writes it.
+        output: folder for the pieces.
+        limit: largest number of bytes of a piece.
+        pieces: number of pieces; `None` estimates it.
+        vocab_size: number of tokens of the tokenizer.
+
+    Raises:
+        SystemExit: a piece is larger than `limit`, or a document cannot be read.
+    """
+    (output / "text").mkdir(parents=True, exist_ok=True)
+    if not (output / "tokenizer" / "tokenizer.json").exists():
+        train_tokenizer(corpus, output / "tokenizer", vocab_size, HELD_OUT)
+    if (corpus / "licences.json").exists():
+        shutil.copyfile(corpus / "licences.json", output / "licences.json")
+    plan = output / "pieces.json"
+    if not plan.exists():
+        write_text(plan, json.dumps({"pieces": pieces or count_pieces(corpus, limit)}) + "\n")
+    count = json.loads(plan.read_text())["pieces"]
+    written = []
+    for number in range(count):
+        path, begin = output / "text" / f"{number:02}.jsonl.xz", time.monotonic()
+        size = write_piece(corpus, number, count, path)
+        print(f"{size / 2**20:6.1f} MiB  {path} ({time.monotonic() - begin:.0f} s)", flush=True)
+        if size > limit:
+            hint = f"repeat with a new folder and --pieces {count + 1}"
+            raise SystemExit(f"error: {path} has {size:,} bytes, more than {limit:,}; {hint}")
+        written.append(path)
+    return written
+
+
+def main() -> None:
+    """Pack a corpus from the command line."""
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("corpus", type=Path, help="folder of JSON lines")
+    options.add_argument("--output", type=Path, required=True, help="folder of the pieces")
+    options.add_argument("--limit", type=float, default=LIMIT, help="largest size of a piece in MiB")
+    options.add_argument("--pieces", type=int, help="number of pieces; default: as few as the limit allows")
+    given = options.parse_args()
+    pack(given.corpus, given.output, limit=int(given.limit * 2**20), pieces=given.pieces)
+
+
+if __name__ == "__main__":
+    main()
