@@ -51,6 +51,15 @@ def test_attention_alone_draws_no_variances(kalmix, text_file: Path, tmp_path: P
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
 
 
+def test_generate_averages_over_the_posterior(kalmix, run_folder: Path) -> None:
+    """The last layer of this run is attention, which has no posterior."""
+    result = kalmix("generate", run_folder, "--predict", "marginal")
+    assert result.status == 2
+    message = "`predict` is 'marginal', but the last layer, Attention, has no posterior; expected 'mean'."
+    assert result.errors == f"error: {message}\n"
+    assert kalmix("generate", run_folder, "--predict", "median").status == 2
+
+
 def test_generate_continues_a_prompt(kalmix, run_folder: Path) -> None:
     asked = ("generate", run_folder, "--prompt", "filter noise", "--tokens", 12, "--seed", 3)
     result = kalmix(*asked)

@@ -18,6 +18,13 @@ def run(
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,
     top_k: Annotated[int, typer.Option(min=0, help="Sample from this many likeliest tokens; 0: from all.")] = 0,
     top_p: Annotated[float, typer.Option(min=0, max=1, help="Sample from likeliest tokens of this mass.")] = 0.95,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            help="mean: of the last layer's read-out; marginal: probabilities averaged over samples of it (KLA+). "
+            "Default: the model's setting."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed. Default: another text in each run.")] = None,
 ) -> None:
     """Generate text from a prompt and print each token at once."""
@@ -27,7 +34,7 @@ def run(
     from kalmix.cli.load_run import load
     from kalmix.training.sampling import generate
 
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, predict)
     if seed is not None:
         set_seed(seed)
     Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kalmix.errors import ArgumentError
+from kalmix.validation import check_choice
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,14 +17,19 @@ if TYPE_CHECKING:
 _EXPECTED = "a folder that `kalmix train` wrote (the run, or its model)"
 
 
-def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
+def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
     """Load the model and tokenizer of a run's folder, or of its model folder, without running code from it.
 
     Only tokenizer.json is read of the tokenizer. generation_config.json is ignored: generation follows the options of
     the command line.
 
+    Args:
+        folder: folder of a run, or of a model.
+        predict: replaces `KalmixConfig.predict`.
+
     Raises:
-        ArgumentError: the folder is missing, holds no kalmix model, or is damaged.
+        ArgumentError: the folder is missing, holds no kalmix model, or is damaged; or `predict` is unknown, or is
+            "marginal" and the last layer has no posterior.
     """
     if not folder.is_dir():
         raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
@@ -41,8 +47,27 @@ def load(folder: Path) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
     if (most := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
         got = f"{str(folder)!r}, whose tokenizer has a token {most}"
         raise ArgumentError("model", got=got, expected=f"token ids below {model.config.vocab_size}")
+    set_predictions(model, predict)
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval(), tokenizer
+
+
+def set_predictions(model: KalmixForCausalLM, predict: str | None) -> None:
+    """Set `predict` of a model's configuration, unless it is `None`.
+
+    Raises:
+        ArgumentError: it is unknown, or is "marginal" and the last layer has no posterior.
+    """
+    if predict is None:
+        return
+    from kalmix.models.configuration import PREDICTIONS
+
+    check_choice("predict", predict, PREDICTIONS)
+    last = model.model.layers.last_block.mixer
+    if predict == "marginal" and not last.has_posterior:
+        problem = f"is 'marginal', but the last layer, {type(last).__name__}, has no posterior"
+        raise ArgumentError("predict", problem=problem, expected="'mean'")
+    model.config.predict = predict
 
 
 def load_run(folder: Path) -> Run:

@@ -23,6 +23,7 @@ from kalmix.validation import check_choice, check_number, check_positive_int, ch
 DEFAULT_BLOCKS = 12
 HEADS = "kalmix_heads"  # name of the style of tensor parallelism; `kalmix.models.parallel_styles` registers it
 LOSSES = ("cross-entropy", "marginal")
+PREDICTIONS = ("mean", "marginal")
 LORA_TARGETS = ("in_proj", "qkv_proj", "out_proj")  # linear maps into and out of mixers and MLPs
 REMOTE_MODULE = "modeling_kalmix"
 AUTO_CLASSES = {
@@ -73,7 +74,11 @@ class KalmixConfig(PreTrainedConfig):
             where p averages the token's probability over samples of the last layer's posterior at that position
             (equations 24 and 25). The last layer must then have a posterior; otherwise a call with labels raises
             `ArgumentError`.
-        loss_samples: Monte Carlo samples per token of the marginal likelihood.
+        predict: logits in evaluation mode, of `generate` and evaluation harnesses: "mean", those of the posterior mean;
+            or "marginal", the logarithm of the token's probability averaged over `loss_samples` samples of the last
+            layer's posterior, as in KLA+. Then the samples depend on PyTorch's seed and on the batch, and each forward
+            pass decodes `loss_samples` times.
+        loss_samples: Monte Carlo samples per token of the marginal likelihood, and of `predict="marginal"`.
         loss_chunk_size: samples decoded together; memory grows with it, the result does not depend on it.
         skip_logits: return no logits in training mode if there are labels, which saves memory and time with large
             vocabularies; clients that compute the loss or metrics themselves need logits. `forward(skip_logits=...)`
@@ -90,8 +95,8 @@ class KalmixConfig(PreTrainedConfig):
         eos_token_id: id, or ids, of the tokens that end a text.
 
     Raises:
-        ArgumentError: a layer, an option of a layer, `loss` or `propagate` is unknown; an argument above has the
-            wrong type; a size or a count, or `num_labels`, is not positive; `norm_eps` or `initializer_range` is
+        ArgumentError: a layer, an option of a layer, `loss`, `predict` or `propagate` is unknown; an argument above has
+            the wrong type; a size or a count, or `num_labels`, is not positive; `norm_eps` or `initializer_range` is
             negative; `classifier_dropout` is not between 0 and 1; `layers` is empty, or has another length than
             `num_hidden_layers`. The values of a layer's options, such as a number of heads that does not divide
             `hidden_size`, are checked when a model is built.
@@ -131,6 +136,7 @@ class KalmixConfig(PreTrainedConfig):
     norm_eps: float = 1e-6
     propagate: str = "mean"
     loss: str = "cross-entropy"
+    predict: str = "mean"
     loss_samples: int = 10
     loss_chunk_size: int = 1
     skip_logits: bool = False
@@ -166,6 +172,7 @@ class KalmixConfig(PreTrainedConfig):
         self.layer_specs()
         self.layers = layers_to_json(self.layers)
         check_choice("loss", self.loss, LOSSES)
+        check_choice("predict", self.predict, PREDICTIONS)
         if self.logit_cap is not None:
             check_number("logit_cap", self.logit_cap)
         check_choice("propagate", self.propagate, PROPAGATIONS)

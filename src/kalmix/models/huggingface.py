@@ -25,6 +25,7 @@ from kalmix.models.losses import (
     cross_entropy,
     head_cross_entropy,
     marginal_likelihood,
+    marginal_log_probs,
     next_token_targets,
 )
 from kalmix.types import Filtered
@@ -44,7 +45,9 @@ class KalmixOutput(CausalLMOutputWithPast):
         loss: mean loss in nats per target, a scalar of at least float32 (`labels=...`). It is the loss of
             `config.loss`, so with "marginal" it is not the cross-entropy of `logits`.
         logits: `[B, T, vocab_size]`, in the dtype of the model; fewer tokens with `logits_to_keep`, `None` with
-            `skip_logits`. They are computed from the mean of each read-out, also with the loss "marginal".
+            `skip_logits`. They are computed from the mean of each read-out, also with the loss "marginal". In
+            evaluation mode with `config.predict="marginal"` they are log-probabilities of at least float32, averaged
+            over samples of the last read-out.
         past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode without
             labels).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then the output of the final norm
@@ -88,7 +91,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     Raises:
         ArgumentError: an option of a layer does not fit the sizes; or, in a call, an argument has the wrong shape,
             dtype or type, both or none of `input_ids` and `inputs_embeds` are given, a requested field does not exist
-            for a layer, or the loss is "marginal" and the last layer has no posterior.
+            for a layer, or the loss or `config.predict` is "marginal" and the last layer has no posterior.
         TypeError: `config` is not a configuration.
         IndexError: in a call on the CPU, an id or a label is outside the vocabulary. On a GPU, this is an assertion of
             the device.
@@ -167,7 +170,8 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
 
         Raises:
             ArgumentError: as `KalmixModel.forward`; labels have another shape or dtype; `logits_to_keep` is negative;
-                `skip_logits` is set without labels; or the loss is "marginal" and the last layer has no posterior.
+                `skip_logits` is set without labels; or the loss or `config.predict` is "marginal" and the last layer
+                has no posterior.
         """
         if not isinstance(logits_to_keep, Tensor) and (not isinstance(logits_to_keep, int) or logits_to_keep < 0):
             expected = "a number of tokens, at least 0, or a tensor of indices"
@@ -179,6 +183,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             raise ArgumentError("skip_logits", got="True without labels", expected="labels, or False")
         if skip_logits is None:
             skip_logits = has_loss and self.training and self.config.skip_logits
+        marginal = self.config.predict == "marginal" and not self.training and not skip_logits
         output = self.model(
             input_ids,
             attention_mask=attention_mask,
@@ -187,8 +192,8 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=False if use_cache is None and has_loss else use_cache,
             output_beliefs=output_beliefs,
-            output_posterior=has_loss and self.config.loss == "marginal",
-            output_layout=has_loss,
+            output_posterior=marginal or (has_loss and self.config.loss == "marginal"),
+            output_layout=marginal or has_loss,
             output_hidden_states=output_hidden_states,
             output_attentions=output_attentions,
             return_dict=True,
@@ -197,10 +202,16 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             **kwargs,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = None if skip_logits else self.lm_head(output.last_hidden_state[:, positions])
+        if skip_logits:
+            logits = None
+        elif marginal:
+            logits = self._marginal_logits(output, positions)
+        else:
+            logits = self.lm_head(output.last_hidden_state[:, positions])
         loss = None
         if has_loss:
-            all_logits = logits if isinstance(logits_to_keep, int) and logits_to_keep == 0 else None
+            complete = isinstance(logits_to_keep, int) and logits_to_keep == 0 and not marginal
+            all_logits = logits if complete else None
             loss = self._loss(output, all_logits, labels, shift_labels, num_items_in_batch)
         return KalmixOutput(
             loss=loss,
@@ -210,6 +221,17 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             attentions=output.attentions,
             beliefs=output.beliefs,
         )
+
+    def _marginal_logits(self, output: KalmixModelOutput, positions: slice | Tensor) -> Tensor:
+        """Compute the logits of `config.predict="marginal"` at the given positions."""
+        layout, posterior = output.layout, output.posterior
+        assert layout is not None and posterior is not None
+
+        def decode(readout: Tensor) -> Tensor:
+            hidden = self.model.norm(self.model.layers.finish(posterior, readout))[0]
+            return self.lm_head(layout.restore(hidden)[:, positions])
+
+        return marginal_log_probs(decode, posterior.mean, posterior.variance, self.config.loss_samples)
 
     def _loss(
         self,
@@ -227,7 +249,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             targets = next_token_targets(layout.compact(_read_labels("labels", labels, hidden)), layout.segments)
         else:
             targets = layout.compact(_read_labels("shift_labels", targets, hidden))
-        if posterior is None:
+        if posterior is None or self.config.loss != "marginal":
             targets = layout.restore(targets)
             if logits is None:
                 return head_cross_entropy(self.lm_head, hidden, targets, count)

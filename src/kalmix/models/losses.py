@@ -144,6 +144,29 @@ def marginal_likelihood(
     return _average(math.log(samples) - torch.logsumexp(torch.stack(chunks), dim=0), targets, count)
 
 
+def marginal_log_probs(decode: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, samples: int) -> Tensor:
+    """Estimate the log-probability of every token by Monte Carlo: the logarithm of the mean over samples.
+
+    With the same random numbers, the negative log-probability of a target is its `marginal_likelihood`.
+
+    Args:
+        decode: maps read-outs `[1, B, T, E]` to logits `[B, T', vocab_size]`.
+        mean: `[B, T, E]`, posterior mean of the read-out.
+        variance: `[B, T, E]`, posterior variance of the read-out.
+        samples: number of samples, drawn and decoded one after the other.
+
+    Returns:
+        `[B, T', vocab_size]`, at least float32. Its exponentials sum to 1 over the vocabulary.
+    """
+    total = None
+    for _ in range(samples):
+        logits = decode(sample_gaussian(mean, variance)[None])
+        log_probs = torch.log_softmax(logits.to(belief_dtype(logits.dtype)), dim=-1)
+        total = log_probs if total is None else torch.logaddexp(total, log_probs)
+    assert total is not None
+    return total - math.log(samples)
+
+
 def _nll(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the loss of each target, at least float32; 0 for ignored targets."""
     logits = logits.to(belief_dtype(logits.dtype))
