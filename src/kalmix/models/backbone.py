@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from kalmix.models.checkpointed_block import KalmixBlock
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
 from kalmix.models.parallel_styles import fsdp_mesh, whole_weights
+from kalmix.models.prefill import prefill_bounds
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack
 from kalmix.types import Filtered, replace_fields
@@ -256,9 +258,12 @@ class KalmixModel(KalmixPreTrainedModel):
         output_attentions: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
+        tokens_to_keep: int = 0,
         **kwargs: Any,
     ) -> KalmixModelOutput:
         """Compute hidden states.
+
+        With a cache and without gradients, a long input is filtered in chunks; see `KalmixConfig.prefill_tokens`.
 
         Args:
             input_ids: `[B, T]`, token ids; give either these or `inputs_embeds`.
@@ -276,6 +281,7 @@ class KalmixModel(KalmixPreTrainedModel):
             output_attentions: return each layer's `attention_map`; memory is O(T^2) per head or channel.
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
+            tokens_to_keep: return `last_hidden_state` of the last so many tokens; 0 for all.
             kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
@@ -311,9 +317,6 @@ class KalmixModel(KalmixPreTrainedModel):
             max_sequences=self.config.max_packed_sequences,
             cached=len(cache_layers) > 0,
         )
-        x = layout.compact(given)
-        x = self.embed_tokens(x) if inputs_embeds is None else x
-        x = x if self.embedding_norm is None else self.embedding_norm(x)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         if output_attentions is None:
@@ -321,17 +324,28 @@ class KalmixModel(KalmixPreTrainedModel):
         if output_attentions and (has_past or layout.segments is not None):
             problem = "is set for an input with earlier tokens, packing or padding"
             raise ArgumentError("output_attentions", problem=problem, expected="inputs of one sequence per row")
-        output = self.layers(
-            x,
-            layout=layout,
-            cache=CacheOfCall(cache_layers, layout) if cache_layers else None,
-            output_states=bool(output_attentions),
-            output_hidden_states=bool(output_hidden_states),
-            output_beliefs=output_beliefs,
-            output_posterior=output_posterior,
-        )
-        last_hidden_state = layout.restore(self.norm(output.hidden_state))
+        bounds = [0, given.shape[1]]
+        if not (output_attentions or output_hidden_states or output_beliefs or output_posterior):
+            bounds = prefill_bounds(given, cache_layers, self.layers.mixers, self.config.prefill_tokens)
+        output, kept, chunked = None, [], len(bounds) > 2
+        for first, end in pairwise(bounds):
+            part = layout.slice(first, end) if chunked else layout
+            output = self.layers(
+                self._embed(part.compact(given[:, first:end] if chunked else given)),
+                layout=part,
+                cache=CacheOfCall(cache_layers, part) if cache_layers else None,
+                output_states=bool(output_attentions),
+                output_hidden_states=bool(output_hidden_states),
+                output_beliefs=output_beliefs,
+                output_posterior=output_posterior,
+            )
+            if not (chunked and tokens_to_keep) or end > bounds[-1] - tokens_to_keep:
+                kept.append(part.restore(self.norm(output.hidden_state)))
+        assert output is not None
+        last_hidden_state = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         hidden_states = (*output.hidden_states, last_hidden_state)
+        if tokens_to_keep:
+            last_hidden_state = last_hidden_state[:, -tokens_to_keep:]
         return KalmixModelOutput(
             last_hidden_state=last_hidden_state,
             past_key_values=past_key_values,
@@ -341,6 +355,11 @@ class KalmixModel(KalmixPreTrainedModel):
             posterior=output.posterior,
             layout=layout if output_layout else None,
         )
+
+    def _embed(self, x: Tensor) -> Tensor:
+        """Embed token ids `[B, T]`; embedded tokens `[B, T, D]` are kept. Normalise if the model does so."""
+        x = x if x.is_floating_point() else self.embed_tokens(x)
+        return x if self.embedding_norm is None else self.embedding_norm(x)
 
 
 def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int) -> Tensor:

@@ -88,6 +88,11 @@ class KalmixConfig(PreTrainedConfig):
             4-D mask describes them. It applies only under `torch.compile` and in training on a GPU; other calls have no
             limit. If there are more, the device raises a `RuntimeError`. Memory grows by one state per sequence.
             Default: 64 + B + B T / 64, rounded down, for B rows of T tokens.
+        prefill_tokens: number of tokens, over all rows, that a call filters at a time if it has a cache and no
+            gradients, so that the memory of a long prompt is bounded. Rows are cut at multiples of 64 tokens, so B rows
+            are filtered by 64 B tokens at least. Default: 32,768 if the states of all layers are bounded; no limit if a
+            layer stores all tokens, as "attention" does. Compiled calls, and those that return beliefs, attentions or
+            hidden states of all blocks, filter all tokens at once.
         classifier_dropout: probability of dropout before the head of `KalmixForTokenClassification`, from 0 to 1.
         format: version of the file format of checkpoints (config.json and weights); keep the default.
         pad_token_id: id of the padding token. No id is compared with `vocab_size`.
@@ -142,6 +147,7 @@ class KalmixConfig(PreTrainedConfig):
     skip_logits: bool = False
     use_cache: bool = True
     max_packed_sequences: int | None = None
+    prefill_tokens: int | None = None
     classifier_dropout: float = 0.1
     format: int = FORMAT
     pad_token_id: int | None = None
@@ -230,7 +236,7 @@ class KalmixConfig(PreTrainedConfig):
 
 _POSITIVE = (
     *("vocab_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "max_position_embeddings"),
-    *("loss_samples", "loss_chunk_size", "max_packed_sequences"),
+    *("loss_samples", "loss_chunk_size", "max_packed_sequences", "prefill_tokens"),
 )
 CONFIG_FIELDS = tuple(x.name for x in fields(KalmixConfig) if x.name in KalmixConfig.__annotations__)
 # Keys that transformers may add to config.json.

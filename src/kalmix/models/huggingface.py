@@ -199,6 +199,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             return_dict=True,
             cu_seq_lens_q=cu_seq_lens_q,
             seq_idx=seq_idx,
+            tokens_to_keep=logits_to_keep if isinstance(logits_to_keep, int) and not has_loss else 0,
             **kwargs,
         )
         positions = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep

@@ -44,16 +44,22 @@ class InputLayout(NamedTuple):
 
     def truncate(self, columns: int) -> InputLayout:
         """Return the layout of the first `columns` columns of the input."""
+        return self.slice(0, columns)
+
+    def slice(self, first: int, end: int) -> InputLayout:
+        """Return the layout of the columns from `first` to `end - 1`, with the same number of sequences."""
         segments, order = self
         if segments is None:
             return self
         row, start, stop = segments.rows.unbind(1)
         if order is None:
-            start, stop = start.clamp(max=columns), stop.clamp(max=columns)
-        else:  # the tokens of these columns keep their slots
-            kept = F.pad((order < columns).cumsum(1), (1, 0))  # tokens before each slot
-            start, stop = (kept[row.long(), slot.long()].to(torch.int32) for slot in (start, stop))
-            order = order.gather(1, (order >= columns).to(torch.uint8).argsort(dim=1, stable=True))[:, :columns]
+            start, stop = (x.clamp(first, end) - first for x in (start, stop))
+        else:
+            chosen = (order >= first) & (order < end)
+            before = F.pad(chosen.cumsum(1), (1, 0))  # chosen tokens before each slot, in whose order they stay
+            start, stop = (before[row.long(), slot.long()].to(torch.int32) for slot in (start, stop))
+            chosen_first = chosen.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+            order = order.gather(1, chosen_first)[:, : end - first] - first
         return InputLayout(segments_without_checks(torch.stack([row, start, stop], dim=1)), order)
 
     def take(self, index: Tensor) -> InputLayout:
