@@ -103,6 +103,14 @@ def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
         plan_batches(Recipe(seq_len=2048, context_parallel=2, shards="x", steps=1), 3)
 
 
+@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB200"])
+def test_peak_of_a_gpu_with_a_similar_name_is_not_used(name: str) -> None:
+    assert peak_flops(name, bf16=True) is None
+    assert peak_flops("NVIDIA L4", bf16=True) == 121e12
+    assert peak_flops("NVIDIA A100-SXM4-80GB", bf16=True) == 312e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == peak_flops("h100", bf16=True) == 989e12
+
+
 def test_learning_rates_scale_with_width_and_batch() -> None:
     """Kalman Linear Attention, Table 13: effective rates of 2.5e-3 and 3.0e-3."""
     rules = {"reference_width": 768, "reference_batch": 2**19, "steps": 1}

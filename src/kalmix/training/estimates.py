@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ class Peak(NamedTuple):
     """Peak dense matrix products of a GPU, in FLOP/s, from its data sheet.
 
     Attributes:
-        name: part of the name that the driver gives it.
+        name: whole words in the name that the driver gives it.
         half: in bfloat16, with sums in float32.
         single: in float32, without TF32.
     """
@@ -62,8 +63,7 @@ def peak_flops(device_name: str, bf16: bool) -> float | None:
         >>> peak_flops("NVIDIA H200", bf16=True)
         989000000000000.0
     """
-    words = device_name.upper()
-    found = next((peak for peak in PEAKS if peak.name.upper() in words), None)
+    found = next((x for x in PEAKS if re.search(rf"\b{x.name}\b", device_name, re.IGNORECASE)), None)
     return None if found is None else found.half if bf16 else found.single
 
 
