@@ -101,6 +101,8 @@ def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
         plan_batches(Recipe(seq_len=2048, batch_tokens=8192, steps=1), 3)
     with pytest.raises(ArgumentError, match="context_parallel"):
         plan_batches(Recipe(seq_len=2048, context_parallel=2, shards="x", steps=1), 3)
+    with pytest.raises(ArgumentError, match=r"batch_tokens.*6,144.*3 groups of 2 processes"):
+        plan_batches(Recipe(seq_len=2048, batch_tokens=8192, context_parallel=2, shards="x", steps=1), 6)
 
 
 @pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB200"])
@@ -177,12 +179,18 @@ def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
         {"model": {"hidden_size": 8}},
         {"model": 3},
         {"initial": " "},
+        {"separate_documents": True, "shards": "x"},
     ],
     ids=str,
 )
 def test_wrong_settings_are_refused(changes: dict) -> None:
     with pytest.raises(ArgumentError, match=f"`{next(iter(changes))}`"):
         Recipe(**{"steps": 1, **changes} if "steps" not in changes else changes)
+
+
+def test_recipe_without_a_limit_names_all_limits() -> None:
+    with pytest.raises(ArgumentError, match=r"`minutes` is missing, and so are `steps` and `tokens`"):
+        Recipe()
 
 
 def test_unknown_model_settings_are_refused() -> None:

@@ -35,21 +35,22 @@ def plan_batches(recipe: Recipe, processes: int, sequences: int | None = None) -
         sequences: number of sequences in the data; `None` if it is not known. Batches are not larger.
 
     Raises:
-        ArgumentError: the number of processes is no multiple of `context_parallel`, or `batch_tokens` no multiple of
-            the tokens of one sequence in each process.
+        ArgumentError: the number of processes is no multiple of `context_parallel`, or `batch_tokens` is no multiple of
+            `seq_len` times the number of groups.
     """
     groups, rest = divmod(processes, recipe.context_parallel)
     if rest:
         expected = f"a divisor of {processes}, the number of processes"
         raise ArgumentError("context_parallel", got=recipe.context_parallel, expected=expected)
     most = recipe.batch_size
+    readers = f"{groups} groups of {recipe.context_parallel} processes" if groups < processes else f"{groups} processes"
     if sequences is not None:
         most = min(most, max(1, sequences // groups))
     rows, accumulation = most, recipe.grad_accum
     if recipe.batch_tokens is not None:
         needed, rest = divmod(recipe.batch_tokens, groups * recipe.seq_len)
         if rest or not needed:
-            expected = f"a multiple of {groups * recipe.seq_len:,} (seq_len times {groups} processes)"
+            expected = f"a multiple of {groups * recipe.seq_len:,} (seq_len times {readers})"
             raise ArgumentError("batch_tokens", got=recipe.batch_tokens, expected=expected)
         rows = next(size for size in range(min(most, needed), 0, -1) if needed % size == 0)
         accumulation = needed // rows

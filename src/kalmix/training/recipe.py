@@ -37,7 +37,8 @@ class Recipe:
         packing: with `shards`: "best-fit" packs whole documents into each batch and resets the state at each, "stream"
             cuts the stream of all documents into sequences.
         workers: with `shards`: processes that read ahead; 0 reads in the training process.
-        tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte).
+        tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte). Unused
+            with `shards`, which have their own.
         vocab_size: largest vocabulary of "bpe", at least 257. "bytes" always has 257 tokens; it ignores the value,
             which must be at least 257 nevertheless. With `shards`: number of rows of embedding and head, at least
             the number of tokens of the shards' tokenizer.
@@ -50,10 +51,12 @@ class Recipe:
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device; with `batch_tokens` the largest number.
         grad_accum: batches per optimizer step; follows from `batch_tokens` if that is given.
-        batch_tokens: tokens per optimizer step on all devices, a multiple of `seq_len` and of the devices. Batches then
-            are as large as `batch_size` allows for it. `None`: `batch_size * grad_accum` sequences on each device.
-        separate_documents: reset the state at the start of each document. Otherwise the state continues across
-            documents in a training sequence, and only an end-of-text token separates them.
+        batch_tokens: tokens per optimizer step on all devices, a multiple of `seq_len` times the number of devices
+            divided by `context_parallel`. A step is then divided into as few equal batches as `batch_size` allows.
+            `None`: `batch_size * grad_accum` sequences on each device.
+        separate_documents: without `shards`, reset the state at the start of each document. Otherwise the state continues
+            across documents in a training sequence, and only an end-of-text token separates them. With `shards`,
+            `packing` decides it.
         steps: optimizer steps after which training stops; `None` for no limit.
         tokens: in place of `steps`: training tokens after which it stops, rounded up to whole steps.
         minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
@@ -203,7 +206,7 @@ RECIPE_FIELDS = tuple(x.name for x in fields(Recipe))
 
 
 def as_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """Return settings of a recipe whose lists, as JSON and TOML have them, are tuples."""
+    """Convert lists, in which JSON and TOML store settings, to tuples."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
 
 

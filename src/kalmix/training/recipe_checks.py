@@ -52,11 +52,12 @@ def check_recipe(recipe: Recipe) -> None:
     _check_data(recipe)
     _check_optimizer(recipe)
     if recipe.steps is None and recipe.tokens is None and recipe.minutes is None:
-        raise ArgumentError("minutes", problem="and `steps` are missing", expected="at least one of the two")
+        problem = "is missing, and so are `steps` and `tokens`"
+        raise ArgumentError("minutes", problem=problem, expected="at least one of the three")
     if recipe.steps is not None and recipe.tokens is not None:
         raise ArgumentError("tokens", problem="and `steps` are both given", expected="one of the two")
     if not _is_list_of(recipe.report_to, str):
-        raise ArgumentError("report_to", got=repr(recipe.report_to), expected="a tuple of names")
+        raise ArgumentError("report_to", got=repr(recipe.report_to), expected="a tuple of names, such as ('wandb',)")
 
 
 def _check_model(recipe: Recipe) -> None:
@@ -73,13 +74,16 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def _check_data(recipe: Recipe) -> None:
-    for name in ("text", "initial"):
+    for name, expected in (("text", "a UTF-8 text file or folder"), ("initial", "a run or of a model's folder")):
         value = getattr(recipe, name)
         if value is not None and not value.strip():
-            raise ArgumentError(name, got="empty", expected="the path of a UTF-8 text file or folder")
+            raise ArgumentError(name, got="empty", expected=f"the path of {expected}")
     shards = recipe.shards
     if shards is not None and recipe.text is not None:
         raise ArgumentError("shards", problem="and `text` are both given", expected="one of the two")
+    if shards is not None and recipe.separate_documents:
+        hint = 'With `shards`, packing="best-fit" resets the state at each document'
+        raise ArgumentError("separate_documents", got=True, expected="False with `shards`", hint=hint)
     if isinstance(shards, Mapping):
         if not shards or not all(isinstance(name, str) and _is_number(x) and x > 0 for name, x in shards.items()):
             raise ArgumentError("shards", got=repr(shards), expected="a mapping from folders to positive weights")

@@ -41,8 +41,8 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     Args:
         name: path of a file, or name of a recipe that comes with kalmix (`recipe_names`).
         settings: settings that replace those of the file, as "key=value". The value is TOML; a word without quotes is a
-            string, and none is `None`. "key.name=value" sets one entry of a mapping. A setting of `steps` replaces
-            `tokens` and `minutes` stays; one of `shards` replaces `text`; and so on.
+            string, and none is `None`. "key.name=value" sets one entry of a mapping. Setting `steps` unsets `tokens`,
+            setting `shards` unsets `text`, and the reverse.
 
     Raises:
         ArgumentError: the file is missing or no TOML, or a key or a value is not one of a recipe.
