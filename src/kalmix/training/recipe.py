@@ -54,9 +54,9 @@ class Recipe:
         batch_tokens: tokens per optimizer step on all devices, a multiple of `seq_len` times the number of devices
             divided by `context_parallel`. A step is then divided into as few equal batches as `batch_size` allows.
             `None`: `batch_size * grad_accum` sequences on each device.
-        separate_documents: without `shards`, reset the state at the start of each document. Otherwise the state continues
-            across documents in a training sequence, and only an end-of-text token separates them. With `shards`,
-            `packing` decides it.
+        separate_documents: without `shards`, reset the state at the start of each document. By default the state
+            continues across documents in a training sequence, and only an end-of-text token separates them. With
+            `shards`, `packing` decides it.
         steps: optimizer steps after which training stops; `None` for no limit.
         tokens: in place of `steps`: training tokens after which it stops, rounded up to whole steps.
         minutes: minutes of training after which it stops, including compilation in the first step; `None` for no limit.
