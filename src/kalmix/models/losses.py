@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.layers.fused import linear_cross_entropy
-from kalmix.layers.fused.cross_entropy import IGNORE_INDEX, divide_by_count
+from kalmix.layers.fused.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, divide_by_count
 from kalmix.layers.modules import is_plain, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
-CHUNK_LOGITS = 2**26  # logits of a capped head that the loss holds at once
+CHUNK_LOGITS = CHUNK_BYTES // 4  # float32 logits of a capped head that the loss holds at once
 
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:

@@ -15,13 +15,13 @@ with optional_imports():
     from kalmix.models.blocks import Block
 
 from kalmix.layers import Mixer
+from kalmix.layers.fused.cross_entropy import CHUNK_BYTES
 from kalmix.training.batching import Batching
 from kalmix.training.initial_model import build
 from kalmix.training.recipe import Recipe
 
 ASSUMED_MFU = 0.3  # of estimated times
 STATE_BYTES = 16  # per parameter: weight, gradient and two averages of AdamW, in float32
-LOGIT_BYTES = 2**28  # logits that the loss holds at once
 
 
 class Peak(NamedTuple):
@@ -91,8 +91,8 @@ class Estimate(NamedTuple):
         step_flops: FLOPs of an optimizer step on all devices.
         flops: FLOPs of the run; `None` if time alone limits it.
         state_bytes: weights, gradients and optimizer on each device.
-        activation_bytes: activations that a batch keeps for the backward pass on each device, about: inputs and outputs
-            of the linear maps, and the logits of a chunk.
+        activation_bytes: rough size of the activations that a batch keeps for the backward pass on each device: inputs
+            and outputs of the linear maps, and the logits of a chunk.
     """
 
     parameters: int
@@ -142,4 +142,4 @@ def _activation_bytes(model: KalmixForCausalLM, recipe: Recipe, batching: Batchi
     residual = 4 * recipe.hidden_size
     per_token = len(blocks) * residual + max(blocks) if recipe.checkpointing else sum(blocks) + len(blocks) * residual
     tokens = batching.rows * recipe.seq_len // recipe.context_parallel
-    return tokens * per_token + min(LOGIT_BYTES, tokens * recipe.vocab_size * width)
+    return tokens * per_token + min(CHUNK_BYTES, tokens * recipe.vocab_size * width)
