@@ -41,7 +41,6 @@ class RunData:
         loader: loader of training batches from shards; `None` for text.
         tokens_per_byte: tokens per byte of the text behind each loss: "loss" for training, "eval_loss" for held-out
             text. Without a loss whose bytes are not known.
-        tokens: number of training tokens.
         batching: sizes of batches.
         max_documents: largest number of documents in a batch; `None` if the model has no use for it.
     """
@@ -50,7 +49,6 @@ class RunData:
     evaluation: Dataset[Any] | None
     loader: TokenLoader | None
     tokens_per_byte: dict[str, float]
-    tokens: int
     batching: Batching
     max_documents: int | None = None
 
@@ -115,7 +113,6 @@ class TextSource:
                 "loss": len(ids) / _bytes(corpus.training),
                 "eval_loss": len(eval_ids) / _bytes(corpus.held_out),
             },
-            tokens=len(data) * recipe.seq_len,
             batching=batching,
             max_documents=data.max_documents(batching.rows),
         )
@@ -178,7 +175,6 @@ class ShardSource:
             evaluation=self._eval_batches(batching.rows),
             loader=loader,
             tokens_per_byte={name: ratio for name, ratio in found.items() if ratio},
-            tokens=sum(shards.tokens for shards in self.shards),
             batching=batching,
         )
 

@@ -65,9 +65,9 @@ class SaveRule:
 class Schedule(TrainerCallback):
     """Trainer callback that measures progress from 0 to 1, by steps, by time, or by the larger of the two.
 
-    The learning rate is a function of progress, so it reaches 0 when the time limit ends the run. Time is measured
-    after the first step, which compiles. All processes of a distributed run share one progress, hence learning rate and
-    end.
+    The learning rate is a function of progress, so it reaches its final value when the time limit ends the run. Time is
+    measured after the first step, which compiles. All processes of a distributed run share one progress, and so its
+    learning rate and end.
 
     Args:
         steps: training steps of the run; `None` for no limit.
@@ -98,12 +98,6 @@ class Schedule(TrainerCallback):
     def lr_factor(self, _: int = 0) -> float:
         """Return the learning rate at the current progress, relative to its peak."""
         return self.curve(self.progress)
-
-    def seconds_left(self) -> float | None:
-        """Return the seconds until the time limit; `None` if there is none."""
-        if self.seconds is None:
-            return None
-        return max(0.0, self._start_time + self.seconds * (1 - self._initial_progress) - time.monotonic())
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._initial_progress = self.progress = next(
