@@ -2,16 +2,16 @@
 
 A server decodes sequences that start and end at different times. It keeps their states in a pool and, for each token,
 says which slot each row of the batch reads and which it writes. `steps.<op>(signals, pool, slots)` filters one token
-per row. For row b it computes what the op computes with the belief in slot `slots.read[b]`, and stores the new belief
-in slot `slots.write[b]`.
+per row. Row b runs the op on one token, from the belief in slot `slots.read[b]`, and stores the new belief in slot
+`slots.write[b]`.
 
 - **Signals** are the op's, with one token: `[B, 1, ...]`. Each op has a `NamedTuple` of them, such as `DeltaSignals`.
 - A **pool** is a belief whose first axis is slots; `belief.take(torch.zeros(n, dtype=torch.int64))` makes one of n
   slots. It is updated in place. The tensors of a slot must be contiguous; slots may be apart, in a pool of many layers.
 - **Slots** that differ for reading and writing fork a sequence: from a prefix that is kept, or for draft tokens that
   may be rejected. See `Slots`, also for rows of padding.
-- **`out`** is the result of an earlier step. Its mean and variance are overwritten, so a step allocates nothing. Steps
-  copy nothing to the host and can be captured in a CUDA graph.
+- **`out`** is the result of an earlier step. Its mean and variance are overwritten, so kernel "triton" allocates
+  nothing, apart from partial sums of `attend`. Steps copy nothing to the host and can be captured in a CUDA graph.
 
 The result of a row depends on its signals and its slot only. In kernel "triton" its bits do not depend on the size of
 the batch or on other rows; in kernel "torch", the rounding of matrix products may. Steps check nothing, have no

@@ -175,7 +175,7 @@ def check_types(hints: Mapping[str, Any], values: Mapping[str, Any]) -> None:
 
     Args:
         hints: annotations by name.
-        given: values by name.
+        values: values by name.
 
     Raises:
         ArgumentError: a value has another type.

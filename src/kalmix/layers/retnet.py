@@ -88,7 +88,7 @@ class RetNet(MemoryLayer):
         super().__init__(hidden_size, sizes, conv=0, activate=False, gate=gate, norm_eps=norm_eps, kernel=kernel)
         check_number("rotary_base", rotary_base)
         self.rotary_base = rotary_base
-        self.first_head = 0  # with heads on several ranks
+        self.first_head = 0  # of this rank, where ranks divide the heads
 
     def keep_heads(self, ranks: int, rank: int) -> None:
         """Change sizes to those of the heads of one rank."""

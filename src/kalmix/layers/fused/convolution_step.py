@@ -24,7 +24,8 @@ def short_convolution_step(
 ) -> Tensor:
     """Convolve one token for each row of a batch, as `short_convolution` does, in place on a pool of last inputs.
 
-    It has no gradients and checks nothing. `kalmix.steps` describes pools and slots. Padding rows get 0.
+    It has no gradients and does not check its arguments. `kalmix.steps` describes pools and slots. The output of a row
+    of padding is 0.
 
     Args:
         x: `[B, 1, C]`. May be a view of a wider tensor.

@@ -19,7 +19,7 @@ def additive(
 ) -> Filtered:
     """Filter one token for each row of a batch with the op `kalmix.ops.additive`, in place on a pool of memories.
 
-    `kalmix.steps` describes pools, slots and `out`, and what a step does not check.
+    `kalmix.steps` describes pools, slots and `out`. A step does not check its arguments.
 
     Args:
         signals: signals of one token per row, T = 1: q and k `[B, 1, H, K]`, v `[B, 1, G, V]`, `log_decay` `[B, 1, G]`,

@@ -24,11 +24,12 @@ def attend(
 
     A history of the pool has room for S tokens: the token at position p of its sequence is at index p mod S, so that
     the S newest tokens are stored. S must be at least the window of `weighting`, or the length of the longest
-    sequence; otherwise S is the window. `kalmix.steps.history_pool` makes an empty pool, and `kalmix.steps.store` loads
-    histories that the op returns. `kalmix.steps` describes slots and `out`, and what a step does not check.
+    sequence; otherwise the result is that of a window of S tokens. `kalmix.steps.history_pool` makes an empty pool, and
+    `kalmix.steps.store` loads histories that the op returns. `kalmix.steps` describes slots and `out`. A step does not
+    check its arguments.
 
     A row whose slots differ copies the history that it reads. Kernel "torch" copies it in any case. Kernel "triton"
-    allocates partial sums, about one number for 256 numbers of the histories.
+    allocates partial sums, one for every 256 tokens of a history.
 
     Args:
         signals: signals of one token per row, T = 1: q and k `[B, 1, H, 2 C]`, v `[B, 1, G, 2 D]`, times `[B, 1]` or

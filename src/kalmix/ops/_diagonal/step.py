@@ -20,7 +20,7 @@ def diagonal(
 ) -> Filtered:
     """Filter one token for each row of a batch with the op `kalmix.ops.diagonal`, in place on a pool of cells.
 
-    `kalmix.steps` describes pools, slots and `out`, and what a step does not check.
+    `kalmix.steps` describes pools, slots and `out`. A step does not check its arguments.
 
     Args:
         signals: signals of one token per row, T = 1: q and k `[B, 1, H, K]`, v and precision `[B, 1, G, V]`, log_decay

@@ -86,7 +86,7 @@ def number_tokens_kernel(
 def segment_slots(
     rows: Tensor, times: Tensor | None, batch: int, length: int, slots: int, layout: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the layout; see `custom_op.segment_slots`."""
+    """Compute the layout; see `custom_op._slots`."""
     count, per_row, newest = rows.shape[0], layout == "row", layout == "newest"
     integers, floats = ({"dtype": x, "device": rows.device} for x in (torch.int64, torch.float64))
     rank, relative_times = torch.empty(batch, length, **integers), torch.empty(batch, length, **floats)
