@@ -76,6 +76,7 @@ def prepare(
     from kalmix.training.shards import prepare as prepare_shards
     from kalmix.training.shards.preparation import Progress
 
+    number = (os.cpu_count() or 1) if workers is None else workers
     console = Console(highlight=False)
     console.print(f"reading {source}", soft_wrap=True, markup=False)
     begin, tokens = time.monotonic(), 0
@@ -90,7 +91,7 @@ def prepare(
             detail = f"{tokens:,} tokens, {rate:,.0f} tokens/s" if tokens else ""
             update(progress.stage, progress.fraction, detail)
 
-        manifest = prepare_shards(preparation, output, workers=workers or os.cpu_count() or 1, progress=show)
+        manifest = prepare_shards(preparation, output, workers=number, progress=show)
     _describe(manifest, Path(output), console)
 
 
@@ -114,4 +115,5 @@ def _describe(manifest: Manifest, folder: Path, console: Console) -> None:
         console.print(f"{split:>8}: {documents:,} documents, {tokens:,} tokens{ratio}", soft_wrap=True)
     if manifest.skipped:
         console.print(f" skipped: {manifest.skipped:,} damaged documents", soft_wrap=True)
-    console.print(f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}", soft_wrap=True)
+    text = f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}"
+    console.print(text, soft_wrap=True, markup=False)

@@ -270,6 +270,7 @@ MISTAKES = {
     "small vocabulary": (None, "{text} --vocab-size 256", "`vocab_size` is 256; expected at least 257"),
     "held out": (None, "{text} --held-out 1", "`held_out` is 1.0; expected a fraction of at least 0 and below 1"),
     "workers": (None, "{text} --workers -1", "`workers` is -1; expected a positive integer"),
+    "no workers": (None, "{text} --workers 0", "`workers` is 0; expected a positive integer"),
     "empty source": (None, "--column a =", "`source` is empty"),
     "empty output": (None, "{text} --output=", "`output` is empty"),
     "output is a file": (Path.touch, "{text} --output {path}", "`output` is '{path}', which is a file"),
@@ -292,10 +293,12 @@ def test_mistakes_are_one_error_line(name: str, kalmix, corpus: Path, tmp_path: 
 
 
 def test_command_prints_the_counts(kalmix, corpus: Path, tmp_path: Path) -> None:
-    line = ("data", "prepare", corpus, "--output", tmp_path / "s", "--vocab-size", 300, "--workers", 1)
+    folder = tmp_path / "[s]"
+    line = ("data", "prepare", corpus, "--output", folder, "--vocab-size", 300, "--workers", 1)
     result = kalmix(*line, "--licence", "MIT", "--licence", "CC0-1.0")
     assert result.status == 0, result.errors
-    manifest = Manifest.load(tmp_path / "s")
+    manifest = Manifest.load(folder)
+    assert f"{folder}: {len(manifest.shards)} shards" in result.output
     assert manifest.licences == ("MIT", "CC0-1.0")
     assert f"train: {manifest.count('train', 'documents'):,} documents" in result.output
     assert "training the tokenizer" in result.output and "tokenizing" in result.output
