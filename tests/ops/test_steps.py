@@ -16,7 +16,7 @@ from kalmix import HistoryBelief, steps
 from kalmix.errors import ArgumentError
 from kalmix.ops import OPS, Adaptive, Chebyshev, ConjugateGradient, Dynamics, Exact, Fixed
 from kalmix.testing.cases import parts
-from kalmix.testing.scheduler import check_steps, make_workload
+from kalmix.testing.scheduler import Server, check_steps, make_workload
 from kalmix.testing.tolerances import budgets
 from kalmix.types import belief_dtype, replace_fields
 
@@ -272,6 +272,12 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
     ]
     assert torch.equal(results[0].mean, results[1].mean)
     assert all(map(torch.equal, *pools))
+
+
+def test_server_refuses_a_pool_without_a_free_slot():
+    _, signals, prior = problem("delta", torch.float32)
+    with pytest.raises(ArgumentError, match="`pool` has 4 slots; expected more than 4"):
+        Server(make_workload(signals, prior), prior.take(torch.zeros(4, dtype=torch.int64)), rows=4)
 
 
 def test_slots_that_conflict_are_refused():

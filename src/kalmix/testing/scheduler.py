@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.errors import ArgumentError
 from kalmix.ops._shared.step import NO_SEQUENCE, Slots, check_slots, store
 from kalmix.testing.cases import parts
 from kalmix.testing.tolerances import relative_error
@@ -126,14 +127,26 @@ PADDING = Turn(None, NO_SEQUENCE, 0, NO_SEQUENCE, NO_SEQUENCE, False)
 
 
 class Server:
-    """Server that decodes a workload with batches of `rows` rows and a pool of slots."""
+    """Server that decodes a workload with a pool of slots.
+
+    Args:
+        workload: sequences to decode.
+        pool: pool of more than `rows` slots; filled with NaN, then updated in place.
+        rows: rows of a batch.
+        seed: seed of the schedule.
+
+    Raises:
+        ArgumentError: the pool has too few slots.
+    """
 
     def __init__(self, workload: Workload, pool: Any, rows: int, seed: int = 0) -> None:
+        if (count := pool[0].shape[0]) <= rows:
+            raise ArgumentError("pool", problem=f"has {count} slots", expected=f"more than {rows}, the rows of a batch")
         self.workload: Workload = workload
         self.pool: Any = pool
         self.rows: int = rows
         self.draw: random.Random = random.Random(seed)
-        self.free: list[int] = list(range(pool[0].shape[0]))
+        self.free: list[int] = list(range(count))
         self.users: Counter[int] = Counter()  # number of sequences that share a slot
         self.waiting: list[int] = [row for row, parent in enumerate(workload.parents) if parent is None]
         self.active: list[Stream] = []
@@ -264,7 +277,7 @@ def check_steps(
         workload: sequences to decode.
         tolerances: largest relative error of the mean, the variance if there is one, and each tensor of the belief.
         rows: rows of a batch.
-        pool: pool of slots. Default: three slots per row.
+        pool: pool of more slots than rows. Default: three slots per row.
         same_bits: whether the bits of a sequence must not depend on its batch.
     """
     if pool is None:
