@@ -264,7 +264,7 @@ def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | No
         )
     if resume and finished(read_history(output)):
         shutil.rmtree(checkpoints, ignore_errors=True)  # a killed process may have left them
-        hint = "`kalmix report` evaluates a finished run"
+        hint = f"Its model is in {output / 'model'}"
         got = f"{str(output)!r}, which holds a finished run"
         raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
     checkpoint = newest_checkpoint(checkpoints)
