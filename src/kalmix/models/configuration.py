@@ -62,7 +62,8 @@ class KalmixConfig(PreTrainedConfig):
         mlp_activation: "swiglu", or "relu2": MLPs without a gate, `W_out relu(W_in x)^2`.
         embedding_norm: apply an RMS norm to embedded tokens.
         logit_cap: limit of the logits z, which then are cap tanh(z / cap). `None` for no limit.
-        zero_init: initialize the head, and the output projections of mixers and MLPs, with zeros.
+        zero_init: initialize the head, and the output projections of mixers and MLPs, with zeros. A head that is tied
+            to the embeddings has their weights instead.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.
         initializer_range: standard deviation with which embeddings and heads are initialized.
