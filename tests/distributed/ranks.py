@@ -15,10 +15,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from kalmix import ArgumentError, Segments
 from kalmix.distributed import ContextParallel
+from kalmix.distributed.context import ATTENTION
 from kalmix.distributed.layout import LAYOUTS
-from kalmix.layers import KLA, AdaptiveFilterAttention, RecurrentFilterAttention
+from kalmix.layers import KLA, AdaptiveFilterAttention, Attention, RecurrentFilterAttention
 
 WIDTH = {"attention-grouped": 16}
+# Layers that take part in a ring.
+RINGS = (
+    *("attention", "attention-narrow", "attention-grouped"),
+    *("afa", "afa-parts", "afa-transformer", "controlled-afa"),
+)
 # Documents of two rows of 24 tokens: they begin and end inside of ranks and between them, and padding lies between.
 PACKED = [(0, 0, 5), (0, 5, 18), (0, 18, 24), (1, 1, 12), (1, 12, 23)]
 
@@ -27,6 +33,8 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     """Run all quick checks in one group of processes, since starting them takes longest."""
     start(rank, world, folder)
     compare_layers(world, names, torch.float64, 1e-9, (("contiguous", None), ("head-tail", PACKED)))
+    rings = [name for name in names if name in RINGS]
+    compare_layers(world, rings, torch.float64, 1e-9, (("head-tail", None), ("contiguous", PACKED)), "ring")
     compare_times(world)
     refuse(world)
     distributed.destroy_process_group()
@@ -39,10 +47,12 @@ def check_model(rank: int, world: int, folder: str, sharded: bool) -> None:
     distributed.destroy_process_group()
 
 
-def check_layers(rank: int, world: int, folder: str, names: list[str], dtype: torch.dtype, tolerance: float) -> None:
+def check_layers(
+    rank: int, world: int, folder: str, names: list[str], dtype: torch.dtype, tolerance: float, attention: str
+) -> None:
     """Compare layers on all ranks with one process."""
     start(rank, world, folder)
-    compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)])
+    compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)], attention)
     distributed.destroy_process_group()
 
 
@@ -53,16 +63,16 @@ def start(rank: int, world: int, folder: str, **options: Any) -> None:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, **options)
 
 
-def compare_layers(world, names, dtype, tolerance, arrangements):
+def compare_layers(world, names, dtype, tolerance, arrangements, attention="gather"):
     """Compare outputs and gradients of layers on all ranks with those of one process."""
     mesh = init_device_mesh("cpu", (world,))
     for name in names:
         for layout, rows in arrangements:
-            what = f"{name}, {layout}, {'packed' if rows else 'whole'}, rank {distributed.get_rank()}"
-            compare_layer(mesh, name, layout, rows, dtype, tolerance, what)
+            what = f"{name}, {attention}, {layout}, {'packed' if rows else 'whole'}, rank {distributed.get_rank()}"
+            compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what)
 
 
-def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
+def compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what):
     torch.manual_seed(0)
     layer = LAYERS[name]()
     shake(layer)
@@ -77,7 +87,7 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
 
     layer.zero_grad(set_to_none=True)
-    with ContextParallel(mesh, layout, segments) as cp:
+    with ContextParallel(mesh, layout, segments, attention) as cp:
         own = cp.shard(x).requires_grad_()
         y, state = layer(own)
         own_loss = (y - cp.shard(target)).square().sum()
@@ -95,14 +105,15 @@ def compare_layer(mesh, name, layout, rows, dtype, tolerance, what):
     check("gradient of x", own.grad, cp.shard(whole.grad))
     for parameter, gradient in gradients.items():
         check(f"gradient of {parameter}", layer.get_parameter(parameter).grad, gradient)
-    if layout == "contiguous" and rows is None and distributed.get_rank() == distributed.get_world_size() - 1:
+    last = distributed.get_rank() == distributed.get_world_size() - 1
+    if attention == "gather" and layout == "contiguous" and rows is None and last:
         more = torch.randn_like(x[:, :3])
         check("continued", *(layer(more, after.detach())[0].detach() for after in (state, whole_state)))
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
 
 
 def compare_times(world: int) -> None:
-    """Compare a layer in continuous time, with the times and horizons of tokens of this rank."""
+    """Compare a layer in continuous time, with the times and horizons of tokens of this rank, and its variance."""
     mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
     layer, x = AdaptiveFilterAttention(12, heads=2).double(), torch.randn(2, 24, 12, dtype=torch.float64)
@@ -111,10 +122,13 @@ def compare_times(world: int) -> None:
     for layout in LAYOUTS:
         for given in (None, segments):
             later = times.cumsum(1)
-            expected = layer(x, None, given, times=later, horizon=horizon)[0]
-            with ContextParallel(mesh, layout, given) as cp, torch.no_grad():
-                own = {"times": cp.shard(later), "horizon": cp.shard(horizon)}
-                torch.testing.assert_close(cp.unshard(layer(cp.shard(x), **own)[0]), expected)
+            expected = layer.filter(x, None, given, variance=True, times=later, horizon=horizon)
+            for attention in ATTENTION:
+                with ContextParallel(mesh, layout, given, attention) as cp, torch.no_grad():
+                    own = {"times": cp.shard(later), "horizon": cp.shard(horizon)}
+                    found = layer.filter(cp.shard(x), variance=True, **own)
+                    for y, reference in zip(found[:2], expected[:2], strict=True):
+                        torch.testing.assert_close(cp.unshard(y), reference)
 
 
 def refuse(world: int) -> None:
@@ -142,6 +156,12 @@ def refuse(world: int) -> None:
         ContextParallel(mesh, "head-tail").shard(x[:, :6])
     with pytest.raises(ArgumentError, match="layout"):
         ContextParallel(mesh, "striped")
+    with pytest.raises(ArgumentError, match="attention"):
+        ContextParallel(mesh, attention="tree")
+    with ContextParallel(mesh, attention="ring"):
+        with pytest.raises(ArgumentError, match="None or 'chunked' inside a ring"):
+            AdaptiveFilterAttention(12, heads=2, kernel="reference")(x)
+        assert Attention(12, heads=2)(x)[1] is None
     with pytest.raises(ArgumentError, match="mesh"):
         ContextParallel(world)
     with pytest.raises(ArgumentError, match="one dimension"):
@@ -184,12 +204,13 @@ def compare_model(world: int) -> None:
     """Compare loss and gradients of a model: alone, with gradient checkpointing, and with DDP."""
     mesh = init_device_mesh("cpu", (world,))
     model, data, expected, gradients = hybrid_model()
-    for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel"):
+    for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel", "ring"):
         model.zero_grad(set_to_none=True)
-        if variant == "checkpointing":
+        if variant == "checkpointing":  # from here on
             model.gradient_checkpointing_enable()
         averages = variant == "DistributedDataParallel"
-        with ContextParallel(mesh, "head-tail") as cp:
+        attention = "ring" if variant == "ring" else "gather"
+        with ContextParallel(mesh, "head-tail", attention=attention) as cp:
             wrapped = DistributedDataParallel(model) if averages else model
             loss = local_loss(wrapped, cp, *data)
             (world * loss if averages else loss).backward()

@@ -31,7 +31,15 @@ def test_two_ranks_equal_one_process_or_refuse(tmp_path):
 @pytest.mark.parametrize(("world", "dtype", "tolerance"), [(2, torch.float32, 1e-5), (3, torch.float64, 1e-9)])
 def test_every_layer_equals_one_process(world, dtype, tolerance, tmp_path):
     names = [name for name in LAYERS if name != REFUSING]
-    run(world, ranks.check_layers, names, dtype, tolerance, folder=tmp_path)
+    run(world, ranks.check_layers, names, dtype, tolerance, "gather", folder=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "dtype", "tolerance"), [(2, torch.float64, 1e-9), (3, torch.float32, 1e-5)], ids=["two", "three"]
+)
+def test_attention_in_a_ring_equals_one_process(world, dtype, tolerance, tmp_path):
+    run(world, ranks.check_layers, [*ranks.RINGS], dtype, tolerance, "ring", folder=tmp_path)
 
 
 @pytest.mark.slow

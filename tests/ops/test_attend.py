@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kalmix import ArgumentError, HistoryBelief, Segments
 from kalmix.ops import attend
-from kalmix.ops._attend import chunked
+from kalmix.ops._attend import tiles
 from kalmix.ops._attend.dynamics import accumulated_noise_slope, kappa
 from kalmix.ops._shared import batching
 from kalmix.types import Filtered
@@ -40,7 +40,7 @@ def _run(x: Signals, **options: Any) -> Filtered:
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return the name of a kernel, with tiles so small that there are several."""
-    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
+    monkeypatch.setattr(tiles, "QUERY_TILE", 4)
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1)
     return request.param
 

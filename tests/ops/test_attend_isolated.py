@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kalmix import Segments, checks
 from kalmix.ops import attend, attend_radial
-from kalmix.ops._attend import chunked
+from kalmix.ops._attend import tiles
 from kalmix.ops._shared import batching
 from kalmix.ops.experimental import attend_channels
 from kalmix.types import Filtered
@@ -55,7 +55,7 @@ OPS: dict[str, Op] = {
 @pytest.fixture(params=OPS)
 def op(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Op:
     """Return a form, with tiles so small that there are several, which mix sequences."""
-    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
+    monkeypatch.setattr(tiles, "QUERY_TILE", 4)
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1)
     return OPS[request.param]
 
@@ -136,7 +136,7 @@ def test_shared_slots_of_other_sequences_stay_masked(op: Op) -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nonfinite_upstream_gradient_changes_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are finite. The gradient of frequencies, which all sequences share, is NaN."""
-    monkeypatch.setattr(chunked, "QUERY_TILE", 4)
+    monkeypatch.setattr(tiles, "QUERY_TILE", 4)
     found = []
     for fill in (value, 1.0):
         given = with_gradients(signals(groups=1))

@@ -11,12 +11,15 @@ from torch import Tensor
 
 from kalmix.distributed.exchange import gather
 from kalmix.distributed.layout import LAYOUTS, Placement, Runs, find_runs, order_spans, segments_of, shard_tokens
+from kalmix.distributed.ring import Ring
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
 from kalmix.validation import check_choice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+
+ATTENTION = ("gather", "ring")
 
 
 class ContextParallel:
@@ -42,9 +45,10 @@ class ContextParallel:
     docs/context-parallelism.md has the rules and a whole program.
 
     Layers whose belief has a constant size exchange one update per layer (`kalmix.updates`), and the last inputs of a
-    short convolution. Attention layers gather the keys and values of all ranks. A layer that cannot take part raises
+    short convolution. Attention layers exchange keys and values; see `attention`. A layer that cannot take part raises
     `RuntimeError`. A call with a `state` or `segments` raises `ArgumentError`: pass the segments of the whole sequences
-    here. A layer returns the state after the last token of each run of tokens that this rank holds.
+    here. A layer returns the state after the last token of each run of tokens that this rank holds; with
+    `attention="ring"`, layers of attention return no state.
 
     Args:
         mesh: one-dimensional device mesh, such as `mesh["cp"]`.
@@ -53,6 +57,10 @@ class ContextParallel:
             as long on each rank.
         segments: `Segments` of the whole sequences, for packing and padding, equal on all ranks. Default: each batch
             row is one sequence.
+        attention: "gather": layers of attention gather the keys and values of all ranks, so memory grows with the whole
+            sequence. "ring": these travel from rank to rank, and a rank holds those of three ranks at most. Applies to
+            `Attention` and to layers of the op `attend`; others gather. In a ring, `attend` has the kernel "chunked"
+            only.
 
     Raises:
         ArgumentError: an argument is not of this kind, or `mesh` has several dimensions; or, in a call, the tokens of a
@@ -73,8 +81,15 @@ class ContextParallel:
         True
     """
 
-    def __init__(self, mesh: DeviceMesh, layout: str = "contiguous", segments: Segments | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        layout: str = "contiguous",
+        segments: Segments | None = None,
+        attention: str = "gather",
+    ) -> None:
         check_choice("layout", layout, LAYOUTS)
+        check_choice("attention", attention, ATTENTION)
         if not hasattr(mesh, "get_group") or mesh.ndim != 1:
             got = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else f"a {type(mesh).__name__}"
             raise ArgumentError("mesh", got=got, expected="a DeviceMesh of one dimension", hint='Try mesh["cp"]')
@@ -83,6 +98,7 @@ class ContextParallel:
         self.group = mesh.get_group()
         self.placement = Placement(mesh.get_local_rank(), mesh.size(), layout)
         self.documents: list[list[int]] | None = None if segments is None else segments.rows.tolist()
+        self.attention: str = attention
         self._calls: dict[tuple[int, int, torch.device], Call] = {}
 
     def __enter__(self) -> Self:
@@ -155,6 +171,15 @@ class Call:
         self.tail_start: Tensor = torch.tensor([run.start - run.span * size for run in runs.tails], device=device)
         self.held: Tensor = torch.tensor(placement.held, device=device).repeat_interleave(batch)
         self.participants = 0
+        self._rings: dict[int | None, Ring] = {}
+
+    def ring(self, window: int | None) -> Ring:
+        """Return the ring of causal attention, in which a query attends to `window` tokens, or to all."""
+        if window not in self._rings:
+            context = self.context
+            sizes = self.batch, self.length, context.documents, window
+            self._rings[window] = Ring.of(context.group, context.placement, *sizes)
+        return self._rings[window]
 
     @property
     def sequences(self) -> int:

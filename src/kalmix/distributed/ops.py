@@ -15,6 +15,7 @@ from kalmix import ops
 from kalmix.designs import Design
 from kalmix.distributed.context import Call, active_call
 from kalmix.distributed.entry import entry_belief, entry_history
+from kalmix.distributed.ring_filter import attend_in_ring
 from kalmix.filtering import filter as filter_by
 from kalmix.filtering import lower
 from kalmix.ops import OPS, OpSpec
@@ -37,6 +38,8 @@ def _parallel(name: str, op: str | None = None) -> Callable[..., Filtered]:
     @wraps(getattr(ops, name))
     def run(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         call = active_call()
+        if call is not None and name == "attend" and call.context.attention == "ring":
+            return attend_in_ring(call, q, k, v, arguments)
         if call is not None:
             arguments["belief"] = _continue(call, OPS[op or name], v, {"k": k, **arguments})
         return getattr(ops, name)(q, k, v, **arguments)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.distributed.entry import past_tokens, share_keys
+from kalmix.distributed.ring_attention import attend_ring
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
@@ -188,8 +189,11 @@ class Attention(Mixer):
         q, k, v = self._heads(mask_outside(x, segment_ids))
         q, k = (apply_rotary(x, position, self.rotary_base) for x in (self.query_norm(q), self.key_norm(k)))
         new = AttentionState(k, v, position)
-        shared = share_keys(k, v) if previous is None else None  # with other ranks
-        if shared is not None:
+        ring = attend_ring(q, k, v) if previous is None else None  # with other ranks
+        shared = share_keys(k, v) if previous is None and ring is None else None
+        if ring is not None:
+            output, final = ring, None
+        elif shared is not None:
             output, positions = attend_runs(q, *shared), shared.positions()
             keys, values = (x.flatten(0, 1).expand(len(positions), *[-1] * 3) for x in shared[:2])
             final = AttentionState(keys, values, positions)

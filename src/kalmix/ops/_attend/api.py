@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from inspect import signature
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -167,9 +169,34 @@ def attend(
     call = checked_call(_check, signals, belief, segments, (numbers, weight, window, causal), variance, kernel)
     if call.is_empty:
         return empty_output(v, call.belief, causal, 1 if variance else None)
+    return call.kernel(AttendSignals(*signals, _weighting(call, numbers)), call.belief, segments, variance)
+
+
+def checked_signals(
+    q: Tensor, k: Tensor, v: Tensor, segments: Segments | None, options: Mapping[str, Any]
+) -> tuple[AttendSignals, bool]:
+    """Check the arguments of `attend` and return its signals, and whether a variance is requested.
+
+    Args:
+        q, k, v: as in `attend`.
+        segments: as in `attend`.
+        options: its other arguments, without `belief`.
+
+    Raises:
+        ArgumentError: an argument has a shape, dtype, device or value other than described.
+    """
+    x = {name: parameter.default for name, parameter in signature(attend).parameters.items()} | dict(options)
+    key_dynamics = Dynamics(*(x[name] for name in Dynamics._fields))
+    signals, numbers = (q, k, v, x["times"], key_dynamics, x["value_dynamics"]), (x["nu"], x["temperature"], x["floor"])
+    settings = numbers, x["weight"], x["window"], x["causal"]
+    call = checked_call(_check, signals, None, segments, settings, x["variance"], x["kernel"])
+    return AttendSignals(*signals, _weighting(call, numbers)), x["variance"]
+
+
+def _weighting(call: Any, numbers: tuple[Tensor | float, ...]) -> Weighting:
+    """Return the options of a checked call, with the numbers that are arguments of the call."""
     fields: list[Any] = [x if isinstance(x, Tensor) else y for x, y in zip(numbers, call.weighting, strict=False)]
-    weighting = Weighting(*fields, *call.weighting[3:])
-    return call.kernel(AttendSignals(*signals, weighting), call.belief, segments, variance)
+    return Weighting(*fields, *call.weighting[3:])
 
 
 class _CheckedCall(NamedTuple):
