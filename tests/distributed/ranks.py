@@ -20,6 +20,7 @@ from kalmix.distributed.layout import LAYOUTS
 from kalmix.layers import KLA, AdaptiveFilterAttention, Attention, RecurrentFilterAttention
 
 WIDTH = {"attention-grouped": 16}
+MODES: dict[str, dict[str, Any]] = {"gather": {}, "ring": {"attention": "ring"}, "two-phase": {"two_phase": True}}
 # Layers that take part in a ring.
 RINGS = (
     *("attention", "attention-narrow", "attention-grouped"),
@@ -35,6 +36,8 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     compare_layers(world, names, torch.float64, 1e-9, (("contiguous", None), ("head-tail", PACKED)))
     rings = [name for name in names if name in RINGS]
     compare_layers(world, rings, torch.float64, 1e-9, (("head-tail", None), ("contiguous", PACKED)), "ring")
+    memories = [name for name in names if name not in RINGS]
+    compare_layers(world, memories, torch.float64, 1e-9, (("head-tail", PACKED),), "two-phase")
     compare_times(world)
     refuse(world)
     distributed.destroy_process_group()
@@ -48,11 +51,11 @@ def check_model(rank: int, world: int, folder: str, sharded: bool) -> None:
 
 
 def check_layers(
-    rank: int, world: int, folder: str, names: list[str], dtype: torch.dtype, tolerance: float, attention: str
+    rank: int, world: int, folder: str, names: list[str], dtype: torch.dtype, tolerance: float, mode: str
 ) -> None:
     """Compare layers on all ranks with one process."""
     start(rank, world, folder)
-    compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)], attention)
+    compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)], mode)
     distributed.destroy_process_group()
 
 
@@ -63,16 +66,16 @@ def start(rank: int, world: int, folder: str, **options: Any) -> None:
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, **options)
 
 
-def compare_layers(world, names, dtype, tolerance, arrangements, attention="gather"):
+def compare_layers(world, names, dtype, tolerance, arrangements, mode="gather"):
     """Compare outputs and gradients of layers on all ranks with those of one process."""
     mesh = init_device_mesh("cpu", (world,))
     for name in names:
         for layout, rows in arrangements:
-            what = f"{name}, {attention}, {layout}, {'packed' if rows else 'whole'}, rank {distributed.get_rank()}"
-            compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what)
+            what = f"{name}, {mode}, {layout}, {'packed' if rows else 'whole'}, rank {distributed.get_rank()}"
+            compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what)
 
 
-def compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what):
+def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
     torch.manual_seed(0)
     layer = LAYERS[name]()
     shake(layer)
@@ -87,7 +90,7 @@ def compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what):
     gradients = {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
 
     layer.zero_grad(set_to_none=True)
-    with ContextParallel(mesh, layout, segments, attention) as cp:
+    with ContextParallel(mesh, layout, segments, **MODES[mode]) as cp:
         own = cp.shard(x).requires_grad_()
         y, state = layer(own)
         own_loss = (y - cp.shard(target)).square().sum()
@@ -106,7 +109,7 @@ def compare_layer(mesh, name, layout, rows, attention, dtype, tolerance, what):
     for parameter, gradient in gradients.items():
         check(f"gradient of {parameter}", layer.get_parameter(parameter).grad, gradient)
     last = distributed.get_rank() == distributed.get_world_size() - 1
-    if attention == "gather" and layout == "contiguous" and rows is None and last:
+    if mode != "ring" and layout == "contiguous" and rows is None and last:
         more = torch.randn_like(x[:, :3])
         check("continued", *(layer(more, after.detach())[0].detach() for after in (state, whole_state)))
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
@@ -204,13 +207,12 @@ def compare_model(world: int) -> None:
     """Compare loss and gradients of a model: alone, with gradient checkpointing, and with DDP."""
     mesh = init_device_mesh("cpu", (world,))
     model, data, expected, gradients = hybrid_model()
-    for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel", "ring"):
+    for variant in ("sum_gradients", "checkpointing", "DistributedDataParallel", *MODES):
         model.zero_grad(set_to_none=True)
         if variant == "checkpointing":  # from here on
             model.gradient_checkpointing_enable()
         averages = variant == "DistributedDataParallel"
-        attention = "ring" if variant == "ring" else "gather"
-        with ContextParallel(mesh, "head-tail", attention=attention) as cp:
+        with ContextParallel(mesh, "head-tail", **MODES.get(variant, {})) as cp:
             wrapped = DistributedDataParallel(model) if averages else model
             loss = local_loss(wrapped, cp, *data)
             (world * loss if averages else loss).backward()

@@ -43,6 +43,18 @@ def test_attention_in_a_ring_equals_one_process(world, dtype, tolerance, tmp_pat
 
 
 @pytest.mark.slow
+def test_memories_in_two_phases_equal_one_process(tmp_path):
+    names = [
+        "gla",
+        *(x for x in FAST if x not in ranks.RINGS),
+        "bayesian-turning",
+        "gated-kalmanet-bare",
+        "design-cells",
+    ]
+    run(3, ranks.check_layers, names, torch.float32, 1e-5, "two-phase", folder=tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "sharded"), [(2, False), (4, True)], ids=["replicated", "fsdp2"])
 def test_a_model_equals_one_process(world, sharded, tmp_path):
     run(world, ranks.check_model, sharded, folder=tmp_path)

@@ -14,7 +14,7 @@ from kalmix.distributed.layout import LAYOUTS, Placement, Runs, find_runs, order
 from kalmix.distributed.ring import Ring
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
-from kalmix.validation import check_choice
+from kalmix.validation import check_bool, check_choice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +61,9 @@ class ContextParallel:
             sequence. "ring": these travel from rank to rank, and a rank holds those of three ranks at most. Applies to
             `Attention` and to layers of the op `attend`; others gather. In a ring, `attend` has the kernel "chunked"
             only.
+        two_phase: whether memories compute gradients in two phases. The updates then store nothing for the backward
+            pass and have none, and the ranks exchange gradients of beliefs instead of those of updates. The backward
+            pass of the op runs twice.
 
     Raises:
         ArgumentError: an argument is not of this kind, or `mesh` has several dimensions; or, in a call, the tokens of a
@@ -87,9 +90,11 @@ class ContextParallel:
         layout: str = "contiguous",
         segments: Segments | None = None,
         attention: str = "gather",
+        two_phase: bool = False,
     ) -> None:
         check_choice("layout", layout, LAYOUTS)
         check_choice("attention", attention, ATTENTION)
+        check_bool("two_phase", two_phase)
         if not hasattr(mesh, "get_group") or mesh.ndim != 1:
             got = f"{mesh.ndim} dimensions" if hasattr(mesh, "ndim") else f"a {type(mesh).__name__}"
             raise ArgumentError("mesh", got=got, expected="a DeviceMesh of one dimension", hint='Try mesh["cp"]')
@@ -99,6 +104,7 @@ class ContextParallel:
         self.placement = Placement(mesh.get_local_rank(), mesh.size(), layout)
         self.documents: list[list[int]] | None = None if segments is None else segments.rows.tolist()
         self.attention: str = attention
+        self.two_phase: bool = two_phase
         self._calls: dict[tuple[int, int, torch.device], Call] = {}
 
     def __enter__(self) -> Self:
@@ -149,6 +155,8 @@ class Call:
         starts: bool `[spans * B]`, whether the run at the end of each span begins its document.
         tail_start: int64 `[spans * B]`, first token of that run, counted in the span.
         held: int64 `[spans * B]`, index of each span among those of all ranks.
+        tail_exists: bool `[spans * B]`, whether a run ends with the span.
+        tail_run: int64, index of each such run among all runs.
         participants: number of ops that have exchanged something for the layer that is running.
     """
 
@@ -170,6 +178,11 @@ class Call:
         self.starts: Tensor = torch.tensor([run.past == 0 for run in runs.tails], device=device)
         self.tail_start: Tensor = torch.tensor([run.start - run.span * size for run in runs.tails], device=device)
         self.held: Tensor = torch.tensor(placement.held, device=device).repeat_interleave(batch)
+        real = [run.start < run.stop for run in runs.tails]
+        index = {run: i for i, run in enumerate(runs.every)}
+        last = [index[run] for run, exists in zip(runs.tails, real, strict=True) if exists]
+        self.tail_exists: Tensor = torch.tensor(real, device=device)
+        self.tail_run: Tensor = torch.tensor(last, dtype=torch.int64, device=device)
         self.participants = 0
         self._rings: dict[int | None, Ring] = {}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -15,18 +16,21 @@ from kalmix.ops import OpSpec
 from kalmix.types import belief_dtype
 
 
-def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any:
-    """Return the belief before each run of this rank.
+def gather_updates(
+    call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]
+) -> tuple[list[Any], Callable[[int], Any]]:
+    """Compute the update by the last run of each span of this rank, and gather those of all ranks.
 
-    Each rank computes the update by the last run of its spans, and receives those of the others. It combines those of
-    the earlier spans, last ones first, and applies the result. A run that begins a document makes its update constant,
-    as all are in the first span.
+    A run that begins a document makes its update constant.
 
     Args:
         call: the call of the layer.
         op: the op, which has updates.
         v: values `[B, T, G, V]`.
         signals: arguments of the op beside q, v, the belief and the segments.
+
+    Returns:
+        The update by each span, in order of time, `[B, ...]`; and a function that returns the prior of `count` runs.
     """
     assert op.update is not None and op.prior is not None
     call.participants += 1
@@ -34,18 +38,31 @@ def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> 
     arguments = {name: x for name, x in signals.items() if name in accepted}
     update = op.update(**(arguments | {"v": v, "segments": call.tails}))
     sizes = {"G": v.shape[2], "K": signals["k"].shape[3], "V": v.shape[3]}
-    prior = op.prior(v, sizes | {"N": len(call.runs.tails)})
-    kind = type(update)
-    update = _select(call.starts, kind.constant(update.apply(prior)), update)
-    copies = len(call.context.placement.held)  # one for each span of this rank
-    gathered = zip(*call.gather_spans(list(update)), strict=True)
+    prior_of, kind = op.prior, type(update)
+    constant = kind.constant(update.apply(prior_of(v, sizes | {"N": len(call.runs.tails)})))
+    gathered = call.gather_spans(list(_select(call.starts, constant, update)))
+    updates = [kind(*span) for span in zip(*gathered, strict=True)]
+    return updates, lambda count: prior_of(v, sizes | {"N": count})
+
+
+def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any:
+    """Return the belief before each run of this rank.
+
+    Each rank computes the update by the last run of its spans, and receives those of the others. It combines those of
+    the earlier spans, last ones first, and applies the result.
+
+    Args:
+        call, op, v, signals: see `gather_updates`.
+    """
+    gathered, prior_of = gather_updates(call, op, v, signals)
+    copies, kind = len(call.context.placement.held), type(gathered[0])  # one copy for each span of this rank
     first, *later = [kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in span)) for span in gathered]
+    prior = prior_of(len(call.runs.tails))
     total = kind.identity(prior)
     for index in reversed(range(1, len(later))):  # nothing follows the last span
         span = later[index - 1]
         total = _select(call.held > index, span if index == len(later) - 1 else span.then(total), total)
-    total = total.apply(first.apply(prior))
-    return call.select(total, op.prior(v, sizes | {"N": call.sequences}))
+    return call.select(total.apply(first.apply(prior)), prior_of(call.sequences))
 
 
 def _select(condition: Tensor, yes: Any, no: Any) -> Any:

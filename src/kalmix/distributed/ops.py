@@ -6,7 +6,7 @@ Without an active context they are those functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from kalmix.designs import Design
 from kalmix.distributed.context import Call, active_call
 from kalmix.distributed.entry import entry_belief, entry_history
 from kalmix.distributed.ring_filter import attend_in_ring
+from kalmix.distributed.two_phase import filter_in_two_phases
 from kalmix.filtering import filter as filter_by
 from kalmix.filtering import lower
 from kalmix.ops import OPS, OpSpec
@@ -32,6 +33,10 @@ def _continue(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any
     return entry_history(call, signals["k"], v, signals.get("times"))
 
 
+def _same(_k: Tensor, _v: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    return arguments
+
+
 def _parallel(name: str, op: str | None = None) -> Callable[..., Filtered]:
     """Return a function that calls `kalmix.ops.<name>` with the belief that a run of this rank starts from."""
 
@@ -40,6 +45,8 @@ def _parallel(name: str, op: str | None = None) -> Callable[..., Filtered]:
         call = active_call()
         if call is not None and name == "attend" and call.context.attention == "ring":
             return attend_in_ring(call, q, k, v, arguments)
+        if call is not None and call.context.two_phase and OPS[op or name].update is not None:
+            return filter_in_two_phases(call, OPS[name], getattr(ops, name), _same, (q, k, v), arguments)
         if call is not None:
             arguments["belief"] = _continue(call, OPS[op or name], v, {"k": k, **arguments})
         return getattr(ops, name)(q, k, v, **arguments)
@@ -62,8 +69,14 @@ def filter(  # noqa: A001 - the public name
 ) -> Filtered:
     """Call `kalmix.filter`."""
     call = active_call()
-    if call is not None:
+
+    def lowered(k: Tensor, v: Tensor, given: dict[str, Any]) -> dict[str, Any]:
         options = ("belief", "segments", "kernel", "variance")
-        signals = {name: x for name, x in arguments.items() if name not in options}
-        arguments["belief"] = _continue(call, OPS[design.op], v, {"k": k, **lower(design, k, v, signals)})
+        return lower(design, k, v, {name: x for name, x in given.items() if name not in options})
+
+    op = OPS[design.op]
+    if call is not None and call.context.two_phase and op.update is not None:
+        return filter_in_two_phases(call, op, partial(filter_by, design), lowered, (q, k, v), arguments)
+    if call is not None:
+        arguments["belief"] = _continue(call, op, v, {"k": k, **lowered(k, v, arguments)})
     return filter_by(design, q, k, v, **arguments)

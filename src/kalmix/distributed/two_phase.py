@@ -1,0 +1,176 @@
+"""Memories with a backward pass in two phases, in which updates have no backward pass of their own.
+
+Forward: each rank computes the update by its tokens without a graph, gathers those of all ranks, and runs the op from
+the belief before its tokens. Backward:
+
+1. Each rank runs the backward pass of its op as if nothing depended on its final belief.
+2. The ranks gather the gradients of the beliefs that they started from. From the last span to the first, each gradient
+   is passed through the update of the span before. So a rank knows the gradient of its final belief.
+3. Each rank runs the backward pass of its op again, from the final belief alone, and adds the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from kalmix.distributed.context import Call
+from kalmix.distributed.entry import gather_updates
+from kalmix.ops import OpSpec
+from kalmix.types import Filtered
+
+Lower = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Any]]
+
+
+class MemoryCall(NamedTuple):
+    """Call of an op whose beliefs have a constant size.
+
+    Attributes:
+        call: the call of the layer.
+        op: the op.
+        function: function of q, k, v and keyword arguments that returns `Filtered`.
+        lower: function `(k, v, arguments)` that returns the arguments of the op.
+        options: arguments that are no tensors.
+        names: names of the arguments that are tensors, after q, k and v.
+    """
+
+    call: Call
+    op: OpSpec
+    function: Callable[..., Filtered]
+    lower: Lower
+    options: dict[str, Any]
+    names: tuple[str, ...]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Return the keyword arguments of the function, from all tensors of the call."""
+        return self.options | dict(zip(self.names, tensors[3:], strict=True))
+
+
+def filter_in_two_phases(
+    call: Call,
+    op: OpSpec,
+    function: Callable[..., Filtered],
+    lower: Lower,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    arguments: dict[str, Any],
+) -> Filtered:
+    """Filter the tokens of this rank.
+
+    Args:
+        call: the call of the layer.
+        op: the op, which has updates.
+        function: function of q, k, v and `arguments` that returns `Filtered`.
+        lower: function `(k, v, arguments)` that returns the keyword arguments of the op.
+        tokens: q, k and v.
+        arguments: keyword arguments of `function`, without the belief.
+    """
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    options = {name: x for name, x in arguments.items() if name not in tensors}
+    outputs: Any = _TwoPhases.apply(
+        MemoryCall(call, op, function, lower, options, tuple(tensors)), *tokens, *tensors.values()
+    )
+    mean, variance, *belief = outputs
+    return Filtered(mean, variance, op.belief(*belief))
+
+
+class _Stored(NamedTuple):
+    """Graph of a local op, and what its backward pass needs from other ranks.
+
+    Attributes:
+        inputs: detached inputs of the op that need a gradient.
+        entry: belief before each span of this rank, `[spans * B, ...]`.
+        outputs: mean, variance or `None`, and the tensors of the final belief.
+        updates: update by each span of all ranks, `[B, ...]`.
+        entries: belief before each of these spans, `[B, ...]`.
+    """
+
+    inputs: list[Tensor]
+    entry: list[Tensor]
+    outputs: list[Tensor | None]
+    updates: list[Any]
+    entries: list[Any]
+
+
+class _TwoPhases(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, memory: MemoryCall, *tensors: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call, op = memory.call, memory.op
+        needs_grad = ctx.needs_input_grad[1:]
+        inputs = [x.detach().requires_grad_(needed) for x, needed in zip(tensors, needs_grad, strict=True)]
+        _, k, v = inputs[:3]
+        arguments = memory.arguments(inputs)
+        with torch.no_grad():
+            signals = {"k": k, **memory.lower(k, v, arguments)}
+            updates, prior_of = gather_updates(call, op, v, signals)
+            first, prior = prior_of(call.batch), prior_of(call.sequences)
+            entries, total = [first], updates[0]
+            for update in updates[1:]:
+                entries.append(total.apply(first))
+                total = total.then(update)
+            own = zip(*(entries[span] for span in call.context.placement.held), strict=True)
+            entry = [torch.cat(x) for x in own]
+        with torch.set_grad_enabled(any(needs_grad)):
+            entry = [x.requires_grad_(any(needs_grad)) for x in entry]
+            arguments["belief"] = call.select(entry, prior)
+            mean, variance, belief = memory.function(*inputs[:3], **arguments)
+        outputs = [mean, variance, *belief]
+        if any(needs_grad):
+            ctx.stored = _Stored([x for x in inputs if x.requires_grad], entry, outputs, updates, entries)
+        ctx.call, ctx.needs_grad = call, needs_grad
+        ctx.set_materialize_grads(False)
+        return tuple(None if x is None else x.detach() for x in outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call = ctx.call
+        inputs, entry, outputs, updates, entries = ctx.stored
+        ctx.stored = None  # frees the graph
+        local = _gradients(outputs, grads, [*inputs, *entry], retain=True)
+        found, entry_grads = local[: len(inputs)], local[len(inputs) :]
+        own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, entry_grads, strict=True)]
+        gathered = call.gather_spans(own_grads)
+        exits = _exit_gradients(list(zip(*gathered, strict=True)), updates, entries)
+        belief, final_grads = outputs[2:], []
+        for leaf, x in enumerate(belief):
+            own = torch.cat([exits[span][leaf] for span in call.context.placement.held])
+            final_grads.append(torch.zeros_like(x).index_add(0, call.tail_run, own[call.tail_exists]))
+        for i, grad in enumerate(_gradients(belief, final_grads, inputs, retain=False)):
+            if grad is not None:
+                before = found[i]
+                found[i] = grad if before is None else before + grad
+        remaining = iter(found)
+        return None, *(next(remaining) if needed else None for needed in ctx.needs_grad)
+
+
+def _gradients(
+    outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], inputs: list[Tensor], *, retain: bool
+) -> list[Tensor | None]:
+    """Return the gradients of inputs; `None` for those that no output depends on."""
+    pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x is not None and g is not None and x.requires_grad]
+    if not pairs:
+        return [None] * len(inputs)
+    tensors, upstream = zip(*pairs, strict=True)
+    return list(torch.autograd.grad(tensors, inputs, upstream, retain_graph=retain, allow_unused=True))
+
+
+def _exit_gradients(local: list[tuple[Tensor, ...]], updates: list[Any], entries: list[Any]) -> list[list[Tensor]]:
+    """Return the gradient of the belief after each span, given those of the beliefs before, from the span alone.
+
+    Args:
+        local: for each span, the gradient of the tensors of its entry belief through the span's own outputs.
+        updates: update by each span.
+        entries: belief before each span.
+    """
+    exits = [[torch.zeros_like(x) for x in local[-1]]]
+    for span in range(len(updates) - 1, 0, -1):
+        with torch.enable_grad():
+            before = [x.detach().requires_grad_() for x in entries[span]]
+            after = updates[span].apply(type(entries[span])(*before))
+            passed = torch.autograd.grad(list(after), before, exits[0], allow_unused=True)
+        exits.insert(0, [x if y is None else x + y for x, y in zip(local[span], passed, strict=True)])
+    return exits
