@@ -274,6 +274,16 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
     assert all(map(torch.equal, *pools))
 
 
+@pytest.mark.parametrize("name", ["delta", "attend"])
+def test_stored_beliefs_leave_the_pool_without_gradients(name):
+    _, signals, prior = problem(name, torch.float32)
+    one = torch.zeros(1, dtype=torch.int64)
+    pool = pool_of(signals, prior) or prior.take(one.expand(12))
+    belief = type(prior)(*(x.clone().requires_grad_() if x.is_floating_point() else x for x in prior.take(one)))
+    steps.store(pool, one, belief)
+    assert not any(x.requires_grad for x in pool)
+
+
 def test_server_refuses_a_pool_without_a_free_slot():
     _, signals, prior = problem("delta", torch.float32)
     with pytest.raises(ArgumentError, match="`pool` has 4 slots; expected more than 4"):

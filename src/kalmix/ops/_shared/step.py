@@ -117,7 +117,7 @@ def take_slots(pool: Pool, read: Tensor) -> Pool:
 
 
 def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None:
-    """Copy the beliefs of sequences into slots of a pool: those that an op returns for prompts, for example.
+    """Copy the beliefs of sequences into slots of a pool, without gradients: those that an op returns for prompts.
 
     Args:
         pool: pool of N slots.
@@ -131,10 +131,11 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
         >>> pool.mean[:, 0, 0, 0].tolist()
         [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
-    if isinstance(pool, HistoryBelief):
-        belief = _as_rings(HistoryBelief(*belief), pool.positions.shape[1])
-    for buffer, x in zip(pool, belief, strict=True):
-        buffer.index_copy_(0, index, x.to(buffer.dtype))
+    with torch.no_grad():
+        if isinstance(pool, HistoryBelief):
+            belief = _as_rings(HistoryBelief(*belief), pool.positions.shape[1])
+        for buffer, x in zip(pool, belief, strict=True):
+            buffer.index_copy_(0, index, x.to(buffer.dtype))
 
 
 def history_pool(count: int, tokens: int, k: Tensor, v: Tensor) -> HistoryBelief:
