@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.rule import Rule
 
+from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.collision.experiment import Collision
 from kalmix_bench.experiments.recall import beliefs, run_cells
 from kalmix_bench.experiments.recall.experiment import Recall
@@ -56,15 +57,32 @@ def run_all(
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(help="Output folders of `kalmix bench` commands.")],
+    folders: Annotated[
+        list[Path], typer.Argument(help="Output folders of `kalmix bench` commands; with --papers: `bench/results`.")
+    ],
     output: Annotated[
         Path | None, typer.Option(help="Folder for tables and figures. Default: the first folder.")
     ] = None,
+    papers: Annotated[
+        Path | None,
+        typer.Option(help="Instead: page to write, with the status of each table and figure of the four papers."),
+    ] = None,
 ) -> None:
     """Write report.md, report.csv and figures of the results in one or more output folders, next to the papers'
-    figures.
+    figures. With --papers, compare committed results with all tables and figures of the papers.
     """
     console = Console(highlight=False)
+    if papers is not None:
+        if len(folders) != 1:
+            got = f"{len(folders)} folders"
+            raise ArgumentError("folders", got=got, expected="one folder with --papers: `bench/results` of a clone")
+        from kalmix_bench.papers import page
+        from kalmix_bench.papers.entries import read_papers
+        from kalmix_bench.papers.quantities import CommittedResults
+
+        page.write(read_papers(), CommittedResults(folders[0], EXPERIMENTS), papers)
+        console.print(f"  {papers}", soft_wrap=True)
+        return
     rows = bench_report.read(folders, EXPERIMENTS)
     for path in bench_report.write(rows, output or folders[0], console, EXPERIMENTS):
         console.print(f"  {path}", soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -17,6 +18,18 @@ def published_score(task: str, layer: str) -> PublishedScore | None:
         if percent is not None:
             return PublishedScore(percent, source["name"])
     return None
+
+
+def published_scores(name: str) -> Iterator[tuple[str, str, float]]:
+    """Yield layer, task and percent of all accuracies of a source.
+
+    Args:
+        name: name of the source in `published.toml`.
+    """
+    (source,) = (one for one in _sources() if one["name"] == name)
+    for layer, accuracies in source["accuracy"].items():
+        for task, percent in accuracies.items():
+            yield layer, task, percent
 
 
 @cache
