@@ -37,8 +37,8 @@ from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
-# Triton stores x and its adjoint in bfloat16; k'x may be far smaller than x.
-HALF_INTERMEDIATES = {"rounding.decays", "rounding.solutions"}
+# Triton stores H, x and its adjoint in bfloat16; k'x may be far smaller than x.
+HALF_INTERMEDIATES = {"rounding.decays", "rounding.grams", "rounding.solutions"}
 TILE = 64  # largest number of tokens that a kernel sums at once
 PER_SEED = 10**9  # call numbers per seed
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
@@ -249,6 +249,7 @@ def ones_of(case: Draw) -> Tensors:
     if case.kernel in TILE_KERNELS and case.op != "diagonal":
         found["rounding.decays"] = torch.ones(t, n, g, k, dtype=torch.float64)
     if (case.kernel, case.op, case.dtype) == ("triton", "ridge", torch.bfloat16):  # float16 is computed in float32
+        found["rounding.grams"] = torch.ones(t, n, g, k, k, dtype=torch.float64)
         found["rounding.solutions"] = torch.ones(t, n, g, 2 * k, dtype=torch.float64)
     return found
 

@@ -42,8 +42,9 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
         token = still | {name: x[name][row, index] for name in signals}
         if "rounding.turns" in x:
             token["turns"] = x["rounding.turns"][t]
-        if "rounding.solutions" in x:
-            token["solutions"] = x["rounding.solutions"][t]
+        for name in ("solutions", "grams"):
+            if f"rounding.{name}" in x:
+                token[name] = x[f"rounding.{name}"][t]
         if "rounding.decays" in x and "log_decay" in token:  # its gradient is a sum of q dq - k dk, which both round
             decay = token["log_decay"] if token["log_decay"].ndim == 3 else token["log_decay"][..., None]
             slip = (x["rounding.decays"][t] - 1) * (decay - decay.detach())
@@ -176,7 +177,8 @@ def step_ridge(state: State, s: Tensors, options: dict[str, Any]) -> tuple[State
     gram = faded(state[1], s.get("log_decay")) + outer(gain * s["k"], s["k"])
     cross = faded(state[0], s.get("log_decay")) + outer(gain * s["k"], s["v"])
     solutions = s.get("solutions", torch.ones_like(s["q"]).repeat(1, 1, 2)).chunk(2, -1)  # for x, for its adjoint
-    x = solution(gram, s["q"], options["ridge"], options["solver"], solutions, HALF_RESOLUTION * ("solutions" in s))
+    solved = gram * symmetric(s["grams"]) if "grams" in s else gram
+    x = solution(solved, s["q"], options["ridge"], options["solver"], solutions, HALF_RESOLUTION * ("solutions" in s))
     mix = s["mix"][..., None] if "mix" in s else 1.0
     reader = mix * x + (1 - mix) * s["q"]
     mean = read(cross, reader) + read(
