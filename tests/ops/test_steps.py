@@ -148,9 +148,9 @@ def problem(name, dtype):
     return op, replace_fields(signals, **fields), prior.to(DEVICE, belief_dtype(dtype))
 
 
-def to_state(record, dtype):
+def to_state(record, dtype, device=DEVICE):
     """Convert the tensors of a named tuple to the dtype of states."""
-    return record and type(record)(*(x.to(DEVICE, dtype) if isinstance(x, torch.Tensor) else x for x in record))
+    return record and type(record)(*(x.to(device, dtype) if isinstance(x, torch.Tensor) else x for x in record))
 
 
 CASES = [
@@ -190,10 +190,10 @@ def exact(name, signals, prior):
     return function(signals, prior, None, **options(name))
 
 
-def to_float64(signals):
+def to_float64(signals, device=DEVICE):
     fields = signals._asdict()
-    wide = {name: x.double() for name, x in fields.items() if isinstance(x, torch.Tensor)}
-    nested = {name: to_state(x, torch.float64) for name, x in fields.items() if isinstance(x, tuple)}
+    wide = {name: x.to(device, torch.float64) for name, x in fields.items() if isinstance(x, torch.Tensor)}
+    nested = {name: to_state(x, torch.float64, device) for name, x in fields.items() if isinstance(x, tuple)}
     return replace_fields(signals, **wide, **nested)
 
 
@@ -206,7 +206,8 @@ def pool_of(signals, prior):
 
 def tolerances(name, signals, prior, dtype):
     """Return the change of the exact results when inputs are rounded a few times, relative."""
-    fields = {name: x.double().cpu() for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
+    signals = to_float64(signals, "cpu")
+    fields = {name: x for name, x in signals._asdict().items() if isinstance(x, torch.Tensor)}
     beliefs = zip(prior._fields, prior, strict=True)
     inputs = fields | {f"prior.{name}": (x.double() if x.is_floating_point() else x).cpu() for name, x in beliefs}
 
