@@ -271,8 +271,9 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
     results = [
         step(replace_fields(signals, **fields), pool) for fields, pool in zip((one, strided), pools, strict=True)
     ]
-    assert torch.equal(results[0].mean, results[1].mean)
-    assert all(map(torch.equal, *pools))
+    same = torch.equal if kernel == "triton" else torch.allclose  # cuBLAS may sum strided matrices in another order
+    assert same(results[0].mean, results[1].mean)
+    assert all(map(same, *pools))
 
 
 @pytest.mark.parametrize("name", ["delta", "attend"])
