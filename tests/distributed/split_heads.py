@@ -137,7 +137,7 @@ def check_model(folder: Any) -> None:
     settings = DistributedConfig(tp_plan="auto", tp_size=distributed.get_world_size())
     whole = KalmixForCausalLM.from_pretrained(folder / "model", dtype=torch.float64).double()
     model = KalmixForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, distributed_config=settings)
-    assert model.tp_plan["model.layers.*.mixer"] == "kalmix_heads"
+    assert model.tp_plan["model.layers.*.mixer"] == model.tp_plan["lm_head"] == "kalmix_heads"
     for checkpointing in (False, True):
         found = []
         for each in (whole, model):

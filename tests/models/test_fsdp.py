@@ -1,4 +1,4 @@
-"""FSDP2 by the model's own plan: `from_pretrained` with `DistributedConfig(fsdp_size=2)`."""
+"""The model's own plans: FSDP2 by `from_pretrained` with `DistributedConfig(fsdp_size=2)`, and tensor parallelism."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def test_plan_names_every_module_with_parameters():
     named = {name.replace(".*", "") for name in model.fsdp_plan}
     assert all(any(name.startswith(f"{module}.") for module in named) for name, _ in model.named_parameters())
     assert model.fsdp_plan["lm_head"] == "keep_full_weight"
+
+
+def test_plan_of_tensor_parallelism_names_the_tied_head():
+    plan = build(tie_word_embeddings=True).tp_plan
+    assert plan["lm_head"] == plan["model.embed_tokens"]
 
 
 @pytest.mark.slow

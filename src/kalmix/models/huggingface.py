@@ -18,7 +18,7 @@ with optional_imports():
 from kalmix.errors import ArgumentError
 from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrainedModel
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
-from kalmix.models.configuration import KalmixConfig
+from kalmix.models.configuration import HEADS, KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
 from kalmix.models.losses import (
     CappedLinear,
@@ -113,6 +113,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     accepts_loss_kwargs = True
     _tied_weights_keys = TIED_WEIGHTS
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+    _tp_plan = {"lm_head": HEADS}  # noqa: RUF012  # a tied head needs an entry like the embedding's
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
