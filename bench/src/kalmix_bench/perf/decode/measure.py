@@ -5,13 +5,12 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.generation.streamers import BaseStreamer
 
 from kalmix_bench.perf.decode.protocol import DecodeCell
 from kalmix_bench.perf.host_lock import hold
@@ -20,28 +19,10 @@ from kalmix_bench.perf.peers import has_fla
 from kalmix_bench.perf.row_status import row_or_reason
 from kalmix_bench.perf.text_batches import batches, word_tokens
 from kalmix_bench.perf.timing import Launches, Recording
+from kalmix_bench.runner.generation import Clock, held_bytes
 
 PROFILED = 5  # token of which launches are counted; the profiler starts before it
 COPIED = 1 << 30  # bytes that measure the bandwidth of memory
-
-
-class Clock(BaseStreamer):
-    """Streamer of `generate` that notes the time of each token.
-
-    Args:
-        on_token: called with the number of tokens so far, 0 after the prompt.
-    """
-
-    def __init__(self, on_token: Callable[[int], object] = lambda token: None) -> None:
-        self.times: list[float] = []
-        self.on_token = on_token
-
-    def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
-        self.on_token(len(self.times) - 1)
-
-    def end(self) -> None:
-        """Do nothing: the time of the last token is known."""
 
 
 def measure_row(
@@ -145,25 +126,6 @@ def _profile(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> Launches:
 
     generate(model, prompt, cell, Clock(on_token))
     return found[0]
-
-
-def held_bytes(root: Any) -> int:
-    """Return the bytes of all tensors that an object holds, directly or through its attributes and elements."""
-    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in _tensors(root, set())}
-    return sum(storages.values())
-
-
-def _tensors(x: Any, seen: set[int]) -> Iterator[Tensor]:
-    if id(x) in seen:
-        return
-    seen.add(id(x))
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, dict | list | tuple | set):
-        for element in x.values() if isinstance(x, dict) else x:
-            yield from _tensors(element, seen)
-    elif hasattr(x, "__dict__") and not isinstance(x, type | nn.Module):
-        yield from _tensors(vars(x), seen)
 
 
 def _bandwidth(device: torch.device) -> float:
