@@ -100,6 +100,7 @@ TESTS: dict[str, Tests] = {
     "kalmix_bench/experiments/collision/": _experiment("collision", "_learning", "_mechanism", "_command"),
     "kalmix_bench/experiments/sde/": _experiment("sde", "_learning", "", "_command"),
     "kalmix_bench/experiments/solvers/": _experiment("solvers", "", "_command"),
+    "kalmix_bench/experiments/language/": _experiment("language", "", "_command"),
     "kalmix_bench/experiments/vision/": _experiment("vision", "", "_command"),
     "kalmix_bench/": Tests((f"{_BENCH}/runner", *_RECALL)),
 }

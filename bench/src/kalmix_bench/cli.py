@@ -11,6 +11,7 @@ from rich.rule import Rule
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.collision.experiment import Collision
+from kalmix_bench.experiments.language.experiment import Language
 from kalmix_bench.experiments.recall import beliefs, run_cells
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.sde.experiment import Sde
@@ -21,7 +22,7 @@ from kalmix_bench.runner import options
 from kalmix_bench.runner import report as bench_report
 from kalmix_bench.runner.experiment import Experiment
 
-EXPERIMENTS: tuple[Experiment[Any], ...] = (Recall(), Collision(), Solvers(), Sde(), Vision())
+EXPERIMENTS: tuple[Experiment[Any], ...] = (Recall(), Collision(), Solvers(), Sde(), Vision(), Language())
 
 app = typer.Typer(name="bench", help="Run the papers' experiments, one command each.", no_args_is_help=True)
 

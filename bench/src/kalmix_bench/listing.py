@@ -18,6 +18,7 @@ def tasks() -> Iterator[tuple[str, str]]:
 def presets() -> Iterator[tuple[str, str]]:
     """Yield each preset as options of `kalmix bench`, with the tasks or studies that it runs."""
     from kalmix_bench.experiments import collision, sde, solvers
+    from kalmix_bench.experiments.language.protocol import PRESETS as LANGUAGE
     from kalmix_bench.experiments.recall.presets import BENCHES
     from kalmix_bench.experiments.vision.experiment import PRESETS
 
@@ -32,3 +33,5 @@ def presets() -> Iterator[tuple[str, str]]:
         yield f"solvers --preset {preset}", ", ".join(studies)
     for preset in PRESETS:
         yield f"vision --preset {preset}", "image classification"
+    for preset, sizes in LANGUAGE.items():
+        yield f"language --preset {preset}", f"language models of {sizes.main.model.parameters:,} parameters"

@@ -27,7 +27,7 @@ from kalmix.training.shards.tokenizer import SAMPLE_BYTES, new_tokenizer
 
 HELD_OUT = 0.01  # pass the same fraction to `kalmix data prepare`
 VOCAB_SIZE = 16384
-LIMIT = 55  # MiB of a piece
+LIMIT = 48  # MiB of a piece
 SAMPLE = 1 << 24  # bytes of text from which the compression is estimated
 MARGIN = 1.02  # of the estimated size
 FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 1 << 28}]

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from kalmix.analysis.plots.style import COLOURS, INK, MUTED, picture
 from kalmix_bench.runner.scores import Score
 
+LINES = ("-", "--", "-.")  # of the first eight curves, the next eight, and so on
 Curve = tuple[ArrayLike, ArrayLike, ArrayLike]  # x, mean, standard error
 _LINE_CHARS = 62  # characters per line of a subtitle
 
@@ -28,7 +29,7 @@ class LinePanel:
         title: title of the panel.
         subtitle: text below the title; it is wrapped.
         x_label, y_label: axis labels, with units.
-        curves: x (integers), mean and standard error, by name.
+        curves: x, mean and standard error, by name.
         levels: y values to mark by dotted lines, by name: values that papers print.
         log_x: whether the x axis is logarithmic.
     """
@@ -55,11 +56,12 @@ def seed_curve(seeds: Sequence[Sequence[float]], factor: float = 1) -> Curve:
 
 
 def draw_line_panels(path: str | PathLike[str], panels: Sequence[LinePanel], columns: int = 3) -> str | PathLike[str]:
-    """Draw panels row by row with one legend; a name has the same colour in all of them. Return the path."""
+    """Draw panels row by row with one legend; a name has the same colour and line in all. Return the path."""
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
     names = list(dict.fromkeys(name for panel in panels for name in panel.curves))
     colours = {name: COLOURS[index % len(COLOURS)] for index, name in enumerate(names)}
+    styles = {name: LINES[index // len(COLOURS) % len(LINES)] for index, name in enumerate(names)}
     with picture(path, (0.6 + 4.1 * columns, 0.8 + 3.1 * rows), rows=rows, columns=columns) as (figure, axes):
         for area in axes[len(panels) :]:
             area.set_axis_off()
@@ -67,7 +69,7 @@ def draw_line_panels(path: str | PathLike[str], panels: Sequence[LinePanel], col
         for panel, area in zip(panels, axes, strict=False):
             for name, (x, y, error) in panel.curves.items():
                 x, y, error = (np.asarray(values, float) for values in (x, y, error))
-                (handles[name],) = area.plot(x, y, color=colours[name])
+                (handles[name],) = area.plot(x, y, color=colours[name], linestyle=styles[name])
                 if np.isfinite(error).all():
                     area.fill_between(x, y - error, y + error, color=colours[name], alpha=0.15, linewidth=0)
             for name, level in panel.levels.items():

@@ -10,6 +10,7 @@ NAMES = {
     "kla-plus": "KLA+",
     "kla-zoh": "KLA, zero-order hold",
     "bayesian": "Bayesian Layer",
+    "bayesian-one-decay": "Bayesian Layer, one decay per head",
     "bayesian-no-conv": "Bayesian Layer, no convolution",
     "gated-kalmanet": "Gated KalmaNet",
     "kalmanet-bare": "KalmaNet, no gates",
@@ -45,8 +46,11 @@ def published_name(text: str) -> str:
     """Return the published name of a layer; options are appended, such as "KLA (slots 8)".
 
     Args:
-        text: a name, optionally with a colon and options as a JSON object. Unknown names are returned unchanged.
+        text: a name, optionally with a colon and options as a JSON object; or two names joined by a plus, of a hybrid.
+            Unknown names are returned unchanged.
     """
+    if "+" in text.partition(":")[0]:
+        return " + ".join(published_name(name) for name in text.split("+"))
     name, colon, options = text.partition(":")
     published = NAMES.get(name, name)
     if not colon:

@@ -1,0 +1,1 @@
+"""Language models of every layer at equal numbers of parameters and tokens."""

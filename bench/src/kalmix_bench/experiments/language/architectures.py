@@ -1,0 +1,123 @@
+"""Models by name, with MLPs or numbers of blocks that give all of them the same number of parameters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from kalmix.errors import ArgumentError, unknown_name
+from kalmix.layers import MIXERS
+from kalmix.models import KalmixConfig, KalmixForCausalLM
+
+Block = dict[str, Any]  # entry of `Recipe.layers`
+ATTENTION = "attention"
+HYBRID = f"+{ATTENTION}"  # suffix of a hybrid's name
+EVERY = 4  # every fourth block of a hybrid is attention
+MLP_STEP = 8  # widths of MLPs are multiples of it
+
+OPTIONS: dict[str, Block] = {
+    **{name: {"mixer": name} for name in (ATTENTION, "mamba2", "gla", "gated-deltanet", "kda", "kla")},
+    "kla-noise-free": {"mixer": "kla", "process_noise": False},
+    "bayesian": {"mixer": "bayesian"},
+    "bayesian-one-decay": {"mixer": "bayesian", "decays_per_head": 1},
+    "gated-kalmanet": {"mixer": "gated-kalmanet"},
+    "afa": {"mixer": "afa"},
+}
+HYBRIDS = tuple(name + HYBRID for name in ("gated-deltanet", "kla", "bayesian", "gated-kalmanet"))
+LAYERS = (*OPTIONS, *HYBRIDS)
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of the models of a comparison.
+
+    Attributes:
+        parameters: number of parameters that all models have, about.
+        hidden_size: width of the residual stream.
+        depth: blocks of models whose blocks have an MLP. Others get as many blocks as the parameters allow; hybrids of
+            such layers get twice the depth.
+        vocab_size: rows of the embedding, which the head shares.
+    """
+
+    parameters: int
+    hidden_size: int
+    depth: int
+    vocab_size: int
+
+
+@lru_cache
+def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
+    """Return the blocks of a model, as `Recipe.layers`.
+
+    The width of all MLPs is fitted to the parameters, or the number of blocks if no block has an MLP: layers with
+    `includes_mlp`, such as KLA and Mamba-2, follow each other without one.
+
+    Args:
+        name: a name of `OPTIONS`, or one with "+attention" behind it, whose every fourth block is attention.
+        size: size of the model.
+
+    Raises:
+        ArgumentError: there is no such layer, or the blocks without MLPs have too many parameters.
+
+    Example:
+        >>> from kalmix_bench.experiments.language.architectures import ModelSize, make_blocks
+        >>> size = ModelSize(parameters=50_000_000, hidden_size=512, depth=12, vocab_size=16384)
+        >>> blocks = make_blocks("gated-deltanet+attention", size)
+        >>> len(blocks), blocks[2]["mixer"], blocks[3]["mixer"]
+        (12, 'gated-deltanet', 'attention')
+    """
+    base = name.removesuffix(HYBRID)
+    if base not in OPTIONS or name == ATTENTION + HYBRID:
+        raise unknown_name("layer", name, LAYERS)
+    bare = MIXERS[OPTIONS[base]["mixer"]].includes_mlp
+    if bare and base == name:
+        one, two = (_count(_stack(name, blocks, 0), size) for blocks in (1, 2))
+        return _stack(name, max(1, 1 + round((size.parameters - one) / (two - one))), 0)
+    depth = 2 * size.depth if bare else size.depth
+    first, second = (_count(_stack(name, depth, steps * MLP_STEP), size) for steps in (1, 2))
+    steps = 1 + round((size.parameters - first) / (second - first))
+    if steps < 1:
+        expected = f"at least {first:,}, those of {depth} blocks with MLPs of width {MLP_STEP}"
+        raise ArgumentError("parameters", got=f"{size.parameters:,} for {name!r}", expected=expected)
+    return _stack(name, depth, steps * MLP_STEP)
+
+
+def _stack(name: str, depth: int, mlp: int) -> tuple[Block, ...]:
+    """Return blocks of a model, with MLPs of this width behind layers that need one."""
+    options = OPTIONS[name.removesuffix(HYBRID)]
+    own = options if MIXERS[options["mixer"]].includes_mlp else {**options, "mlp": mlp}
+    attention = {**OPTIONS[ATTENTION], "mlp": mlp}
+    hybrid = name.endswith(HYBRID)
+    return tuple(dict(attention if hybrid and n % EVERY == EVERY - 1 else own) for n in range(depth))
+
+
+def _count(blocks: tuple[Block, ...], size: ModelSize) -> int:
+    config = KalmixConfig(
+        vocab_size=size.vocab_size, hidden_size=size.hidden_size, layers=list(blocks), tie_word_embeddings=True
+    )
+    with torch.device("meta"):
+        return sum(value.numel() for value in KalmixForCausalLM(config).parameters())
+
+
+def count_parameters(name: str, size: ModelSize) -> int:
+    """Return the number of parameters of a model, the embedding included. It is built on the device "meta"."""
+    return _count(make_blocks(name, size), size)
+
+
+def compress(blocks: tuple[Block, ...]) -> list[Block]:
+    """Return blocks with the key `repeat` in place of equal neighbours, for JSON."""
+    groups = ((len(list(group)), json.loads(key)) for key, group in groupby(blocks, json.dumps))
+    return [{**block, "repeat": count} for count, block in groups]
+
+
+def describe(blocks: Sequence[Mapping[str, Any]]) -> str:
+    """Return compressed blocks as text, such as "12 blocks, MLP 1,568"."""
+    widths = {block["mlp"] for block in blocks if "mlp" in block}
+    text = f"{sum(block['repeat'] for block in blocks)} blocks"
+    return f"{text}, MLP {widths.pop():,}" if widths else text

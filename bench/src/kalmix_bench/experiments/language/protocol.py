@@ -1,0 +1,227 @@
+"""Cells of the comparison: layer, size, learning rate and seed; recipes and presets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+from kalmix.errors import ArgumentError
+from kalmix.training.batching import plan_batches
+from kalmix.training.estimates import Estimate, estimate
+from kalmix.training.recipe import Recipe
+from kalmix.validation import check_choice
+from kalmix_bench.experiments.language.architectures import (
+    LAYERS,
+    ModelSize,
+    compress,
+    make_blocks,
+)
+from kalmix_bench.runner.cells import Row
+
+TUNE, MAIN = "tune", "main"
+STAGES = (TUNE, MAIN)
+LONGER = 4  # the longest test sequences have so many times the tokens of the training sequences
+# Settings of every run. Learning rates are given for a width of 512 and 2^18 tokens a step.
+OPTIMIZER: dict[str, Any] = {
+    "schedule": "cosine",
+    "warmup": 0.03,
+    "final_learning_rate": 0.1,
+    "weight_decay": 0.1,
+    "betas": (0.9, 0.95),
+    "clip": 1.0,
+    "reference_width": 512,
+    "reference_batch": 1 << 18,
+    "packing": "stream",
+}
+
+
+@dataclass(frozen=True)
+class RunSize:
+    """Sizes of a model and of its training.
+
+    Attributes:
+        model: size of the model.
+        seq_len: tokens of a training sequence.
+        tokens: training tokens.
+        batch_tokens: tokens of an optimizer step.
+        batch_size: largest number of sequences at once.
+        eval_tokens: held-out tokens of each of the ten evaluations during training.
+        probe_rows: sequences of each test after training.
+        bf16: train and test under bfloat16 autocast.
+    """
+
+    model: ModelSize
+    seq_len: int
+    tokens: int
+    batch_tokens: int
+    batch_size: int
+    eval_tokens: int
+    probe_rows: int
+    bf16: bool
+
+
+class Preset(NamedTuple):
+    """Sizes of both stages, layers and learning rates."""
+
+    tune: RunSize
+    main: RunSize
+    layers: tuple[str, ...]
+    rates: tuple[float, ...]
+
+    def size(self, stage: str) -> RunSize:
+        """Return the size of a stage."""
+        return self.tune if stage == TUNE else self.main
+
+
+_MAIN = RunSize(
+    ModelSize(parameters=50_000_000, hidden_size=512, depth=12, vocab_size=16_384),
+    seq_len=1024,
+    tokens=300_000_000,
+    batch_tokens=1 << 18,
+    batch_size=64,
+    eval_tokens=1 << 20,
+    probe_rows=64,
+    bf16=True,
+)
+_SMALL = RunSize(
+    ModelSize(parameters=300_000, hidden_size=64, depth=2, vocab_size=512),
+    seq_len=128,
+    tokens=400_000,
+    batch_tokens=4096,
+    batch_size=32,
+    eval_tokens=16_384,
+    probe_rows=16,
+    bf16=False,
+)
+PRESETS = {
+    "laptop": Preset(
+        tune=replace(_SMALL, model=replace(_SMALL.model, parameters=100_000, hidden_size=32), tokens=100_000),
+        main=_SMALL,
+        layers=("gated-deltanet", "attention"),
+        rates=(1e-2, 2e-2, 4e-2),
+    ),
+    "paper": Preset(
+        tune=replace(
+            _MAIN,
+            model=replace(_MAIN.model, parameters=10_200_000, hidden_size=256, depth=8),
+            tokens=50_000_000,
+            batch_tokens=1 << 17,
+        ),
+        main=_MAIN,
+        layers=LAYERS,
+        rates=(1e-3, 2e-3, 4e-3),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class LanguageCell:
+    """One training run.
+
+    Attributes:
+        stage: "tune", which compares learning rates at a smaller size, or "main".
+        layer: a name of `architectures.make_blocks`.
+        size: sizes of the run.
+        learning_rate: peak learning rate at the reference width and batch of `OPTIMIZER`.
+        seed: seed of weights and of the order of the data.
+        corpus: digest of the token shards.
+
+    Raises:
+        ArgumentError: the stage or the layer is unknown, or the layer does not fit the number of parameters.
+    """
+
+    stage: str
+    layer: str
+    size: RunSize
+    learning_rate: float
+    seed: int
+    corpus: str
+
+    def __post_init__(self) -> None:
+        check_choice("stage", self.stage, STAGES)
+        make_blocks(self.layer, self.size.model)
+
+    def __str__(self) -> str:
+        return f"{self.stage}  {self.layer}  rate {self.learning_rate:g}  seed {self.seed}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything that defines the cell."""
+        return {
+            "language": self.layer,
+            "stage": self.stage,
+            "blocks": compress(make_blocks(self.layer, self.size.model)),
+            "size": asdict(self.size),
+            "optimizer": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"])},
+            "learning_rate": self.learning_rate,
+            "seed": self.seed,
+            "corpus": self.corpus,
+        }
+
+    def recipe(self, shards: str) -> Recipe:
+        """Return the recipe of the run, for `kalmix.training.run.train`.
+
+        Args:
+            shards: folder of token shards.
+        """
+        size = self.size
+        return Recipe(
+            shards=shards,
+            layers=make_blocks(self.layer, size.model),
+            hidden_size=size.model.hidden_size,
+            vocab_size=size.model.vocab_size,
+            model={"tie_word_embeddings": True},
+            seq_len=size.seq_len,
+            tokens=size.tokens,
+            batch_tokens=size.batch_tokens,
+            batch_size=size.batch_size,
+            eval_tokens=size.eval_tokens,
+            bf16=size.bf16,
+            learning_rate=self.learning_rate,
+            save_minutes=60.0,
+            keep_checkpoints=1,
+            seed=self.seed,
+            **OPTIMIZER,
+        )
+
+    def estimate(self) -> Estimate:
+        """Return the size and the work of the run on one device."""
+        recipe = self.recipe("shards")
+        return estimate(recipe, plan_batches(recipe, 1))
+
+
+def tuning_cells(preset: Preset, layers: Sequence[str], rates: Sequence[float], corpus: str) -> list[LanguageCell]:
+    """Return the cells that compare learning rates, with seed 0."""
+    return [LanguageCell(TUNE, layer, preset.tune, rate, 0, corpus) for layer in layers for rate in rates]
+
+
+def main_cells(
+    preset: Preset, layers: Sequence[str], rates: dict[str, float], seeds: int, corpus: str
+) -> list[LanguageCell]:
+    """Return the cells of the table, seed by seed, so that every layer has an early result."""
+    return [
+        LanguageCell(MAIN, layer, preset.main, rates[layer], seed, corpus) for seed in range(seeds) for layer in layers
+    ]
+
+
+def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
+    """Return the learning rate of the lowest held-out loss of each layer.
+
+    Args:
+        rows: rows of the stage "tune"; those that diverged do not count.
+        layers: layers that need one.
+
+    Raises:
+        ArgumentError: every run of a layer diverged, or it has none.
+    """
+    best: dict[str, Row] = {}
+    for row in rows:
+        name = row["language"]
+        if "loss" in row and (name not in best or row["loss"] < best[name]["loss"]):
+            best[name] = row
+    for layer in layers:
+        if layer not in best:
+            problem = f"has no run of {layer!r} that did not diverge"
+            hint = "Run the stage `tune` with lower `--rates`"
+            raise ArgumentError("rates", problem=problem, expected="a rate with a finite loss", hint=hint)
+    return {layer: best[layer]["learning_rate"] for layer in layers}

@@ -1,0 +1,252 @@
+"""Language models at equal cost: equal parameters, the best learning rate, tests of a model, exact continuation."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError
+from kalmix.models import KalmixForCausalLM
+from kalmix_bench.experiments.language import corpus, probes, report, run
+from kalmix_bench.experiments.language.architectures import HYBRID, LAYERS, ModelSize, count_parameters, make_blocks
+from kalmix_bench.experiments.language.experiment import Language
+from kalmix_bench.experiments.language.protocol import (
+    MAIN,
+    PRESETS,
+    TUNE,
+    LanguageCell,
+    RunSize,
+    best_rates,
+    main_cells,
+    tuning_cells,
+)
+from kalmix_bench.experiments.language.run import run_cell, summarize, training_seconds
+from kalmix_bench.runner.experiment import CellStopped
+
+PAPER = PRESETS["paper"]
+TINY = RunSize(
+    ModelSize(parameters=40_000, hidden_size=16, depth=1, vocab_size=512),
+    **{"seq_len": 32, "tokens": 1280, "batch_tokens": 128, "batch_size": 4, "eval_tokens": 256, "probe_rows": 2},
+    bf16=False,
+)
+
+
+@pytest.mark.parametrize("stage", [TUNE, MAIN])
+def test_all_models_have_the_same_number_of_parameters(stage: str) -> None:
+    size = PAPER.size(stage).model
+    found = {name: count_parameters(name, size) / size.parameters for name in LAYERS}
+    assert set(PAPER.layers) == set(LAYERS)
+    assert not {name: ratio for name, ratio in found.items() if not 0.98 <= ratio <= 1.02}
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name.endswith(HYBRID)])
+def test_every_fourth_block_of_a_hybrid_is_attention(name: str) -> None:
+    blocks = make_blocks(name, PAPER.main.model)
+    assert [n % 4 == 3 for n in range(len(blocks))] == [block["mixer"] == "attention" for block in blocks]
+    assert {block["mixer"] for block in blocks} == {"attention", name.removesuffix(HYBRID)}
+
+
+def test_layers_that_replace_an_mlp_follow_each_other_without_one() -> None:
+    assert all("mlp" not in block for block in make_blocks("kla", PAPER.main.model))
+    assert {"mlp" in block for block in make_blocks("kla+attention", PAPER.main.model)} == {True, False}
+
+
+@pytest.mark.parametrize("name", ["klaa", "attention+attention", "kla+kla"])
+def test_unknown_layers_are_refused(name: str) -> None:
+    with pytest.raises(ArgumentError, match="`layer` is"):
+        make_blocks(name, PAPER.main.model)
+
+
+def test_layers_too_large_for_the_parameters_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="expected at least"):
+        make_blocks("attention", replace(PAPER.main.model, parameters=10_000_000))
+
+
+def test_cells_survive_json_and_differ_in_each_setting() -> None:
+    cell = LanguageCell(MAIN, "kla", TINY, 1e-3, 0, "c")
+    others = [replace(cell, **{name: value}) for name, value in (("seed", 1), ("learning_rate", 2e-3), ("corpus", "d"))]
+    texts = {json.dumps(x.to_dict()) for x in (cell, *others, replace(cell, stage=TUNE), replace(cell, layer="gla"))}
+    assert len(texts) == 6 and json.loads(json.dumps(cell.to_dict())) == cell.to_dict()
+
+
+def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> None:
+    rows = [
+        {"language": name, "learning_rate": rate, **({"diverged": "x"} if loss is None else {"loss": loss})}
+        for name, rate, loss in (("kla", 1e-3, 3.0), ("kla", 2e-3, 2.5), ("kla", 4e-3, None), ("gla", 4e-3, None))
+    ]
+    assert best_rates(rows, ["kla"]) == {"kla": 2e-3}
+    with pytest.raises(ArgumentError, match="no run of 'gla'"):
+        best_rates(rows, ["gla"])
+    cells = main_cells(PAPER, ["kla"], {"kla": 2e-3}, 3, "c")
+    assert [(cell.seed, cell.learning_rate) for cell in cells] == [(0, 2e-3), (1, 2e-3), (2, 2e-3)]
+    assert len(tuning_cells(PAPER, PAPER.layers, PAPER.rates, "c")) == 3 * len(LAYERS)
+
+
+def test_seconds_leave_out_the_first_step_and_pauses() -> None:
+    rates = [None, 100.0, 50.0, None, 50.0]
+    rows = [
+        {"tokens": 100 * (n + 1), **({} if rate is None else {"tokens_per_second": rate})}
+        for n, rate in enumerate(rates)
+    ]
+    tokens, seconds = training_seconds(rows)
+    assert tokens.tolist() == [100, 200, 300, 400, 500]
+    assert seconds.tolist() == [1, 2, 4, 6, 8]
+    assert np.isnan(training_seconds([{"tokens": 100}])[1]).all()
+
+
+def test_a_log_becomes_curves_by_tokens_and_seconds() -> None:
+    history = [{"loss": 4.0 - n / 100, "tokens": 10 * (n + 1), "tokens_per_second": 5.0} for n in range(300)]
+    history += [{"eval_loss": 3.0, "eval_bits_per_byte": 1.5, "tokens": 1500}, {"eval_loss": 2.0, "tokens": 3000}]
+    row = summarize(history, 1000)
+    assert row["loss"] == 2.0 and row["epochs"] == 3.0 and row["training_seconds"] == 600.0
+    assert row["held_out"] == {"tokens": [1500, 3000], "seconds": [300.0, 600.0], "loss": [3.0, 2.0]}
+    assert len(row["curve"]["loss"]) == run.CURVE_POINTS and row["curve"]["tokens"][-1] == 3000
+
+
+class Copier:
+    """Model that predicts the token that followed the last occurrence of the current one."""
+
+    config, device = SimpleNamespace(vocab_size=64), torch.device("cpu")
+
+    def __call__(self, input_ids: Tensor, **_: Any) -> SimpleNamespace:
+        logits = torch.zeros(*input_ids.shape, 64)
+        for row, ids in enumerate(input_ids.tolist()):
+            last: dict[int, int] = {}
+            for t, token in enumerate(ids):
+                if token in last:
+                    logits[row, t, ids[last[token] + 1]] = 50.0
+                last[token] = t
+        return SimpleNamespace(logits=logits)
+
+
+class Words:
+    """Tokenizer with 40 words, a separator and a line break."""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {f"Ġ{'abcdefgh'[n % 8]}{'rstuv'[n // 8]}": n + 10 for n in range(40)} | {"Ġ": 3, "xx": 4}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return {" =": [1, 2], "\n": [5]}[text]
+
+
+def test_recall_scores_the_values_behind_repeated_keys() -> None:
+    pairs = probes.draw_pairs(Words(), 0, 8, 3)
+    assert pairs is not None and probes.draw_pairs(Words(), 0, 21, 3) is None
+    for tokens, values in zip(pairs.tokens, pairs.values, strict=True):
+        first, second = tokens[1:].view(2, 8, 5)
+        assert tokens[0] == 0 and torch.equal(first[:, 3], values)
+        assert sorted(map(tuple, first.tolist())) == sorted(map(tuple, second.tolist()))
+        assert torch.equal(tokens[1:][pairs.scored], second[:, 3]) and len(set(first[:, ::3].flatten().tolist())) == 16
+    model: Any = Copier()
+    scores = probes.score_tokens(model, pairs.tokens)
+    assert not scores.correct[:, pairs.scored].all()  # it looks at one token, the separator
+    found = probes.recall(model, Words(), 0, 60, 3)
+    assert list(found) == ["4"] and 0 <= found["4"]["accuracy"] <= found["4"]["choice"] <= 1
+
+
+def test_copying_and_positions_are_scored_on_long_documents() -> None:
+    lengths, draw = [40, 9, 33, 200], np.random.default_rng(0)
+    texts = [draw.permutation(64)[np.arange(n) % 64].astype(np.uint16) for n in lengths]
+    shards: Any = SimpleNamespace(
+        documents=4,
+        lengths=lambda numbers: np.array(lengths)[numbers],
+        read=lambda document, start, length: texts[document][start : start + length],
+    )
+    assert probes.long_documents(shards, 33, 2).tolist() == [texts[0][:33].tolist(), texts[2][:33].tolist()]
+    model: Any = Copier()
+    found = probes.copying(model, shards, 64, 8)
+    assert list(found) == ["8", "32", "128"] and found["32"]["rows"] == 3
+    assert found["32"]["accuracy"] > 0.9 and found["32"]["loss"] < 0.5 < found["32"]["first_loss"]
+    assert probes.loss_by_position(model, probes.long_documents(shards, 201, 8), 50) == {"documents": 0}
+    positions = probes.loss_by_position(model, probes.long_documents(shards, 200, 8), 50)
+    assert positions["edges"] == [0, 16, 32, 64, 128, 199] and len(positions["loss"]) == 5
+    assert positions["longer_loss"] < positions["trained_loss"]
+
+
+def _row(name: str, seed: int = 0, stage: str = MAIN, rate: float = 1e-3, loss: float = 3.0) -> dict[str, Any]:
+    cell = LanguageCell(stage, name, PAPER.size(stage), rate, seed, "0123456789abcdef")
+    history = [{"loss": 5.0 - n / 10, "tokens": 1000 * n, "tokens_per_second": 500.0} for n in range(1, 11)]
+    history += [
+        {"eval_loss": loss + 1, "tokens": 5000},
+        {"eval_loss": loss, "eval_bits_per_byte": 1.0, "tokens": 10000},
+    ]
+    tests = {
+        "positions": {
+            "documents": 2,
+            "edges": [0, 16, 32, 64],
+            "loss": [5.0, 4.0, 3.5],
+            "trained_loss": 4.0,
+            "longer_loss": 3.5,
+        },
+        "copying": {"8": {"accuracy": 0.5, "loss": 1.0}, "16": {"accuracy": 0.25, "loss": 2.0}},
+        "recall": {"4": {"accuracy": 0.5, "choice": 0.75, "loss": 1.0}},
+        **{"decode_rows": 8, "decode_ms": 4.5, "state_bytes": {"16": 4096, "64": 16384}},
+    }
+    origin = {"seconds": 1.0, "versions": {}, "device": "NVIDIA H200", "commit": "abc", "peak_memory": None}
+    results = {"parameters": cell.size.model.parameters, **summarize(history, 10_000)}
+    return json.loads(json.dumps({**cell.to_dict(), **origin, **results, **(tests if stage == MAIN else {})}))
+
+
+def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    diverged = {name: value for name, value in _row("gla").items() if name not in ("loss", "held_out", "curve")}
+    rows = [_row(name) for name in LAYERS if name != "gla"]
+    rows += [_row("kla", seed=1, loss=3.5), {**diverged, "diverged": "x"}]
+    rows += [_row("kla", stage=TUNE, rate=rate, loss=loss) for rate, loss in ((1e-3, 3.0), (2e-3, 2.9), (4e-3, 2.8))]
+    assert Language().select(rows) == rows
+    console = Console(record=True, width=240)
+    (figure,) = report.write_report(rows, tmp_path, console)
+    assert figure.stat().st_size > 10_000 and figure.with_suffix(".svg").exists()
+    text = console.export_text()
+    assert "0.004 *" in text and "3.2500 ± 0.2500" in text and "diverged" in text and "37.5" in text
+    found = {(x.layer, x.score): x for x in report.findings(rows)}
+    assert found["kla", "held-out loss"].seeds == 2 and found["kla", "copying accuracy"].value.mean == 0.375
+    assert ("gla", "held-out loss") not in found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return corpus.laptop_shards(tmp_path_factory.mktemp("language") / "corpus", 512)
+
+
+@pytest.mark.slow
+def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(shards: Path, tmp_path: Path) -> None:
+    cell = LanguageCell(
+        MAIN, "gated-deltanet+attention", replace(TINY, model=replace(TINY.model, depth=4)), 1e-2, 0, "c"
+    )
+    whole = run_cell(cell, shards, tmp_path / "whole", lambda done, status: False)
+    with pytest.raises(CellStopped):
+        run_cell(cell, shards, tmp_path / "cut", lambda done, status: done >= 0.4)
+    assert list((tmp_path / "cut" / "checkpoints").glob("checkpoint-*"))
+    again = run_cell(cell, shards, tmp_path / "cut", lambda done, status: False)
+    for name in ("loss", "tokens", "epochs", "copying", "recall", "positions", "state_bytes"):
+        assert again[name] == whole[name], name
+    assert again["held_out"]["loss"] == whole["held_out"]["loss"] and len(whole["held_out"]["loss"]) == 10
+    assert whole["positions"]["documents"] == 2 and set(whole["copying"]) == {"4", "16", "64"}
+    assert whole["state_bytes"]["128"] > whole["state_bytes"]["32"] and whole["decode_ms"] > 0
+    tested = run_cell(cell, shards, tmp_path / "whole", lambda done, status: False)  # stopped while it was tested
+    assert tested["loss"] == whole["loss"] and tested["copying"] == whole["copying"]
+
+
+@pytest.mark.slow
+def test_a_diverged_run_is_a_row(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = KalmixForCausalLM.forward
+
+    def diverge(self: KalmixForCausalLM, *args: Any, **options: Any) -> Any:
+        output = forward(self, *args, **options)
+        output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(KalmixForCausalLM, "forward", diverge)
+    cell = LanguageCell(TUNE, "attention", TINY, 1e-2, 0, "c")
+    row = run_cell(cell, shards, tmp_path / "run", lambda done, status: False)
+    assert "diverged" in row["diverged"] and "loss" not in row

@@ -1,0 +1,75 @@
+"""`kalmix bench language`: the plan, refused options, and the laptop preset from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kalmix_bench.experiments.language.architectures import LAYERS
+from kalmix_bench.runner.limited import UNFINISHED
+
+
+def test_the_plan_lists_parameters_tokens_and_seconds(kalmix, tmp_path: Path) -> None:
+    asked = ("bench", "language", "--preset", "paper", "--seeds", 3, "--layer", "kla", "--layer", "kla+attention")
+    result = kalmix(*asked, "--dry-run", "--output", tmp_path / "out")
+    assert result.status == 0, result.errors
+    lines = [line.split() for line in result.output.splitlines()]
+    plan = {(words[0], words[1]): words for words in lines if words and words[0] in ("tune", "main")}
+    assert set(plan) == {(stage, layer) for stage in ("tune", "main") for layer in ("kla", "kla+attention")}
+    for (stage, _), words in plan.items():
+        assert {"300M", "3"} <= set(words) if stage == "main" else {"50M", "3"} <= set(words)
+        assert float(words[-1].replace(",", "")) > 1
+    assert "12 cells, " in result.output and not (tmp_path / "out").exists()
+
+
+def test_the_paper_preset_compares_all_layers(kalmix, tmp_path: Path) -> None:
+    asked = ("--preset", "paper", "--rates", "2e-3", "--tokens", "1e8", "--mfu", "0.3", "--gpu", "H100", "--dry-run")
+    result = kalmix("bench", "language", *asked, "--output", tmp_path)
+    assert all(f" {layer} " in result.output for layer in LAYERS) and "tune" not in result.output
+    assert f"{len(LAYERS)} cells" in result.output and " 100M " in result.output
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--preset paper", "`shards` is missing"),
+        ("--preset large", "`preset` is 'large'"),
+        ("--layer klaa", "`layer` is 'klaa'"),
+        ("--stage tuning", "`stage` is 'tuning'"),
+        ("--rates fast", "`rates` is 'fast'"),
+        ("--rates 1e-3,-1", "`rates` is -1"),
+        ("--seeds 0", "`seeds` is 0"),
+        ("--tokens 0", "`tokens` is 0"),
+        ("--dry-run --gpu Z80", "`gpu` is 'Z80'"),
+        ("--shards nowhere", "holds no shards"),
+    ],
+)
+def test_wrong_options_are_refused(kalmix, tmp_path: Path, options: str, words: str) -> None:
+    result = kalmix("bench", "language", "--output", tmp_path / "out", *options.split())
+    assert result.status != 0 and words in result.errors and "Traceback" not in result.errors
+
+
+@pytest.mark.slow
+def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(kalmix, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    asked = ("bench", "language", "--devices", "cpu", "--jobs-per-device", 2, "--output", output)
+    cut = kalmix(*asked, "--deadline", 40)
+    assert cut.status == UNFINISHED, cut.errors
+    assert "the same command continues" in cut.output
+    result = kalmix(*asked, "--commit", "abc")
+    assert result.status == 0, result.errors
+    rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
+    assert [row["stage"] for row in rows] == ["tune"] * 6 + ["main"] * 2
+    assert rows[-1]["commit"] == "abc"
+    for row in (row for row in rows if row["stage"] == "main"):
+        same = [x for x in rows if (x["stage"], x["language"]) == ("tune", row["language"])]
+        assert row["learning_rate"] == min(same, key=lambda x: x["loss"])["learning_rate"]
+        assert row["loss"] < 5.5 and row["positions"]["documents"] and row["copying"] and row["recall"]
+    assert not list((output / "checkpoints").iterdir())
+    for words in ("learning rates", "losses and probes", "cost", "decoding ms"):
+        assert words in result.output
+    again = kalmix("bench", "report", output, "--output", tmp_path / "report")
+    assert again.status == 0, again.errors
+    assert (tmp_path / "report" / "language.svg").read_bytes() == (output / "language.svg").read_bytes()
