@@ -1,0 +1,61 @@
+"""`bench/language_lease.sh`: pieces that arrive with several calls, and rows in the output folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kalmix_bench.datasets.corpus_pieces import pack
+from kalmix_bench.experiments.language import corpus
+
+SCRIPT = Path(__file__).parents[2] / "language_lease.sh"
+
+
+def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+    fixed = ("--python", sys.executable, "--wheels", "none")
+    command = ["bash", str(SCRIPT), *fixed, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("", "--out is missing"),
+        ("--lease 3 --out x", "--lease is not an option"),
+        ("--work {}/work --out {}/out --pieces {}/none", "has no pieces.json"),
+    ],
+)
+def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> None:
+    ended = call(*options.replace("{}", str(tmp_path)).split())
+    assert ended.returncode == 2 and words in ended.stderr
+
+
+@pytest.mark.slow
+def test_pieces_arrive_with_several_calls_and_rows_come_back(tmp_path: Path) -> None:
+    corpus.laptop_shards(tmp_path / "source", 512)
+    (tmp_path / "corpus").mkdir()
+    shutil.move(tmp_path / "source" / "text.jsonl", tmp_path / "corpus" / "0.jsonl")
+    first, second = pack(tmp_path / "corpus", tmp_path / "pieces", limit=10**7, pieces=2, vocab_size=512)
+    late = second.rename(tmp_path / second.name)
+    places = ("--work", tmp_path / "work", "--out", tmp_path / "out", "--pieces", tmp_path / "pieces")
+    ended = call(*places, "--", "--preset", "laptop")
+    assert ended.returncode == 3 and "1 of 2 pieces are here" in ended.stdout
+    first.unlink()
+    late.rename(second)
+    study = ("--preset", "laptop", "--layer", "attention", "--rates", "2e-2", "--tokens", "20000", "--devices", "cpu")
+    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study)
+    ended = call(*asked)
+    assert ended.returncode == 0, ended.stderr
+    (row,) = (json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines())
+    assert (row["commit"], row["language"], row["stage"]) == ("abc", "attention", "main")
+    assert row["positions"]["documents"] and row["copying"]
+    assert (tmp_path / "out" / "language.svg").exists() and (tmp_path / "out" / "report.md").exists()
+    shutil.rmtree(tmp_path / "out")
+    again = call(*asked)  # on the same machine nothing runs again
+    assert again.returncode == 0, again.stderr
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 1
