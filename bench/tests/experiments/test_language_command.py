@@ -55,7 +55,7 @@ def test_wrong_options_are_refused(kalmix, tmp_path: Path, options: str, words: 
 def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(kalmix, tmp_path: Path) -> None:
     output = tmp_path / "run"
     asked = ("bench", "language", "--devices", "cpu", "--jobs-per-device", 2, "--output", output)
-    cut = kalmix(*asked, "--deadline", 40)
+    cut = kalmix(*asked, "--deadline", 25)
     assert cut.status == UNFINISHED, cut.errors
     assert "the same command continues" in cut.output
     result = kalmix(*asked, "--commit", "abc")
