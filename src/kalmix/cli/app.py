@@ -24,6 +24,7 @@ except ImportError:
 
 from kalmix._extras import missing_package
 from kalmix.cli import data, doctor, explain, generate, inspect, list_names, pretrain, report, train
+from kalmix.cli import eval as evaluate
 from kalmix.cli.list_names import INSTALL_BENCH
 
 NARROW = 60  # columns; below, help is plain text, since tables would cut option names
@@ -60,6 +61,7 @@ _COMMANDS: dict[str, Callable[..., None]] = {
     "train": train.run,
     "pretrain": pretrain.run,
     "report": report.run,
+    "eval": evaluate.run,
     "generate": generate.run,
     "inspect": inspect.run,
     "list": list_names.run,

@@ -31,25 +31,49 @@ def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, P
         ArgumentError: the folder is missing, holds no kalmix model, or is damaged; or `predict` is unknown, or is
             "marginal" and the last layer has no posterior.
     """
-    if not folder.is_dir():
-        raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
-    if (folder / "model").is_dir():
-        folder = folder / "model"
+    model = load_model(folder, predict)
+    from kalmix.training.data import read_tokenizer
+
+    tokenizer = read_tokenizer(model_folder(folder))
+    check_vocabulary(tokenizer, model, folder)
+    return model, tokenizer
+
+
+def load_model(folder: Path, predict: str | None = None) -> KalmixForCausalLM:
+    """Load the model of a run's folder, or of its model folder; see `load`."""
+    folder = model_folder(folder)
     from transformers import GenerationConfig
     from transformers.utils import logging
 
     from kalmix.models import KalmixForCausalLM
-    from kalmix.training.data import read_tokenizer
 
     logging.disable_progress_bar()
     model = KalmixForCausalLM.from_pretrained(folder)
-    tokenizer = read_tokenizer(folder)
+    set_predictions(model, predict)
+    model.generation_config = GenerationConfig.from_model_config(model.config)
+    return model.eval()
+
+
+def model_folder(folder: Path) -> Path:
+    """Return the folder with the model of a run: `folder` itself, or its subfolder `model`.
+
+    Raises:
+        ArgumentError: the folder is missing.
+    """
+    if not folder.is_dir():
+        raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
+    return folder / "model" if (folder / "model").is_dir() else folder
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalLM, folder: Path) -> None:
+    """Check that the model has all tokens of a tokenizer.
+
+    Raises:
+        ArgumentError: it has not.
+    """
     if (most := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
         got = f"{str(folder)!r}, whose tokenizer has a token {most}"
         raise ArgumentError("model", got=got, expected=f"token ids below {model.config.vocab_size}")
-    set_predictions(model, predict)
-    model.generation_config = GenerationConfig.from_model_config(model.config)
-    return model.eval(), tokenizer
 
 
 def set_predictions(model: KalmixForCausalLM, predict: str | None) -> None:

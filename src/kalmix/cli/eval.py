@@ -1,0 +1,100 @@
+"""`kalmix eval`: scores of a model on the tasks of papers, by lm-eval."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from kalmix._extras import require_extra
+from kalmix.errors import ArgumentError
+from kalmix.files import disk_errors, lock_folder, write_text
+from kalmix.validation import check_positive_int
+
+if TYPE_CHECKING:
+    from kalmix.models import KalmixForCausalLM
+
+
+def run(
+    run: Annotated[Path, typer.Argument(help="Output folder of `kalmix train` or `pretrain`, or its model folder.")],
+    suite: Annotated[str, typer.Option(help="kla: KLA's eight zero-shot tasks; gka: Gated KalmaNet's ten.")] = "kla",
+    tasks: Annotated[
+        str | None, typer.Option(help="Tasks of the suite to run, separated by commas. Default: all.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of rows of each task. Default: all.")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 8,
+    device: Annotated[str | None, typer.Option(help="Device. Default: an accelerator if there is one.")] = None,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Run under bfloat16 autocast.")] = False,
+    predict: Annotated[
+        str | None,
+        typer.Option(
+            help="mean: of the last layer's read-out; marginal: probabilities averaged over samples of it (KLA+). "
+            "Default: the model's setting."
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder with copies of datasets; nothing is downloaded. Default: the hub.")
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Output folder; finished tasks in it are skipped. Default: RUN/evaluation.")
+    ] = None,
+) -> None:
+    """Evaluate a model by lm-eval, and print its scores beside the figures of papers.
+
+    Repeat the command to continue after an interruption; finished tasks are kept.
+    """
+    require_extra("`kalmix eval`", "eval")
+    from kalmix.evaluation.suites import units_of
+
+    chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    units = units_of(suite, chosen)
+    check_positive_int("batch_size", batch_size)
+    if limit is not None:
+        check_positive_int("limit", limit)
+    if data is not None and not data.is_dir():
+        raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
+    from kalmix.cli.load_run import check_vocabulary, load_model, model_folder
+    from kalmix.cli.progress import stages
+    from kalmix.evaluation.evaluate import Options, evaluate, settings_of
+    from kalmix.evaluation.results import RESULTS_FILE, Results
+    from kalmix.evaluation.table import score_tables
+    from kalmix.training.shards.tokenizer import load_tokenizer
+
+    options = Options(limit, batch_size, bf16, None if data is None else data.resolve())
+    folder = run / "evaluation" if output is None else output
+    console = Console(file=sys.stdout, highlight=False)  # this stream, also while lm-eval's output is suppressed
+    with stages(console) as progress:
+        progress("loading the model", 0)
+        model = load_model(run, predict)
+        tokenizer = load_tokenizer(str(model_folder(run)))
+        check_vocabulary(tokenizer, model, run)
+        _move(model, device)
+        with lock_folder(folder), disk_errors(folder):
+            results = Results(folder, settings_of(model, model_folder(run), options))
+            evaluate(model, tokenizer, units, results, options, progress)
+            tables = score_tables(suite, run.resolve().name, results.tasks)
+            write_text(folder / f"{suite}.md", "\n".join(table.markdown() for table in tables))
+    for table in tables:
+        console.print(table.text(), soft_wrap=True, markup=False)
+    for path in (folder / RESULTS_FILE, folder / f"{suite}.md"):
+        console.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def _move(model: KalmixForCausalLM, device: str | None) -> None:
+    """Move a model to a device, by default to an accelerator if there is one.
+
+    Raises:
+        ArgumentError: there is no such device.
+    """
+    import torch
+
+    chosen = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    try:
+        torch.nn.Module.to(model, torch.device(chosen))
+    except (RuntimeError, AssertionError) as error:  # unknown name, or no such GPU
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ArgumentError("device", got=repr(device), expected="a device of this machine, such as cuda") from None

@@ -1,0 +1,82 @@
+"""Model for lm-eval: a loaded kalmix model that begins texts as in training, and reports progress."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from kalmix._extras import optional_imports
+
+with optional_imports():
+    from lm_eval.models import huggingface
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+from kalmix.models import KalmixForCausalLM
+
+HFLM: Any = huggingface.HFLM  # its decorators hide its type
+MAX_LENGTH = 2**20  # tokens; lm-eval cuts longer contexts
+
+
+class Judge(HFLM):
+    """`HFLM` of lm-eval for a kalmix model.
+
+    Texts begin with `config.bos_token_id`, as the documents in training. Contexts are cut at `MAX_LENGTH` tokens only.
+
+    Args:
+        model: the model, on its device.
+        tokenizer: its tokenizer. Its special tokens are changed in place.
+        batch_size: sequences per forward pass.
+        bf16: run under bfloat16 autocast.
+
+    Attributes:
+        progress: called with the fraction of the current requests that is done, 0 to 1.
+    """
+
+    def __init__(
+        self, model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, bf16: bool = False
+    ) -> None:
+        begin = model.config.bos_token_id
+        if begin is not None:
+            begin_with(tokenizer, begin)
+        super().__init__(
+            pretrained=model,
+            tokenizer=tokenizer,
+            batch_size=batch_size,
+            max_length=MAX_LENGTH,
+            add_bos_token=begin is not None,
+            prefix_token_id=begin,
+            mixed_precision_dtype="bfloat16" if bf16 else None,
+        )
+        self.progress: Callable[[float], None] = lambda done: None
+        self._requests = self._done = 0
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
+        """Return the log-likelihoods of requests, without a bar of tqdm."""
+        self._requests, self._done = len(requests), 0
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
+        """Return the generated texts of requests, without a bar of tqdm."""
+        self._requests, self._done = len(requests), 0
+        return super().generate_until(requests, disable_tqdm=True)
+
+    def _model_call(self, inps: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._count(len(inps), super()._model_call(inps, *args, **kwargs))
+
+    def _model_generate(self, context: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._count(len(context), super()._model_generate(context, *args, **kwargs))
+
+    def _count(self, rows: int, output: Any) -> Any:
+        """Report that so many more requests are done, and return `output`."""
+        self._done += rows
+        self.progress(min(1.0, self._done / max(1, self._requests)))
+        return output
+
+
+def begin_with(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:
+    """Make a tokenizer add the token `token_id`, and no other, before each text that it encodes with special tokens."""
+    token = str(tokenizer.convert_ids_to_tokens(token_id))
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{token}:0 $A:0", pair=f"{token}:0 $A:0 $B:1", special_tokens=[(token, token_id)]
+    )
