@@ -6,8 +6,14 @@ before the belief is known: for the parts of a long sequence on several GPUs, fo
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any, Protocol, Self
 
+import torch
+from torch import Tensor
+
+from kalmix.errors import ArgumentError, any_of
+from kalmix.ops import OPS, OpSpec
 from kalmix.ops._additive.update import AdditiveUpdate as AdditiveUpdate
 from kalmix.ops._additive.update import additive as additive
 from kalmix.ops._delta.update import DeltaUpdate as DeltaUpdate
@@ -18,7 +24,8 @@ from kalmix.ops._diagonal.update import DiagonalUpdate as DiagonalUpdate
 from kalmix.ops._diagonal.update import diagonal as diagonal
 from kalmix.ops._ridge.update import RidgeUpdate as RidgeUpdate
 from kalmix.ops._ridge.update import ridge as ridge
-from kalmix.types import Belief
+from kalmix.types import Belief, Filtered
+from kalmix.validation import check_positive_int
 
 
 class Update(Belief, Protocol):
@@ -55,3 +62,76 @@ class Update(Belief, Protocol):
     def constant(cls, belief: Any) -> Self: ...
     def then(self, other: Self) -> Self: ...
     def apply(self, belief: Any) -> Any: ...
+
+
+def filter_in_spans(
+    op: str, q: Tensor, k: Tensor, v: Tensor, *, spans: int, belief: Any = None, **signals: Any
+) -> Filtered:
+    """Call an op on all spans of a sequence at the same time, for long sequences with few heads on one GPU.
+
+    The sequences are cut into `spans` parts of equal length, which become batch rows: B rows of T tokens become
+    B `spans` rows of T / `spans`. First, the function computes the update by each span. Then it combines those before
+    each span, one after the other, and applies them to the prior. Last, it runs the op on all spans from these beliefs.
+    So the op runs about twice, with `spans` times as many programs, each of which has fewer sequential steps.
+
+    It is not used by default, and whether it is faster depends on the GPU and on B, T and the heads: measure it.
+
+    Args:
+        op: "additive", "delta", "diagonal", "dense" or "ridge".
+        q: queries `[B, T, H, K]`.
+        k: keys `[B, T, H, K]`.
+        v: values `[B, T, G, V]`.
+        spans: number of spans, a divisor of T.
+        belief: prior of the op, with B sequences; by default that of the op.
+        signals: other arguments of the op, without `segments`.
+
+    Returns:
+        `Filtered`, as the op returns it. It has gradients of first order.
+
+    Raises:
+        ArgumentError: `op` has no updates, `spans` does not divide T, `segments` are given, or the op or its update
+            refuses an argument.
+
+    Complexity: that of the update and of the op, and O(spans) combinations of updates. Memory for `spans` updates per
+    sequence.
+
+    Example:
+        >>> from kalmix import ops, updates
+        >>> k = torch.nn.functional.normalize(torch.randn(1, 64, 2, 4), dim=-1)
+        >>> q, v, gain = torch.randn(1, 64, 2, 4), torch.randn(1, 64, 2, 8), torch.rand(1, 64, 2)
+        >>> result = updates.filter_in_spans("delta", q, k, v, gain=gain, spans=4)
+        >>> torch.allclose(result.mean, ops.delta(q, k, v, gain=gain).mean, atol=1e-5)
+        True
+    """
+    spec = OPS.get(op)
+    if spec is None or spec.update is None or spec.prior is None:
+        raise ArgumentError("op", got=repr(op), expected=any_of(name for name, x in OPS.items() if x.update))
+    check_positive_int("spans", spans)
+    if v.ndim != 4 or v.shape[1] % spans:
+        problem = f"has shape {list(v.shape)}"
+        raise ArgumentError("v", problem=problem, expected=f"[B, T, G, V], T a multiple of {spans} (spans)")
+    if signals.get("segments") is not None:
+        raise ArgumentError("segments", got="segments", expected="None; sequences are cut into equal spans")
+    batch, sizes = v.shape[0], {"G": v.shape[2], "K": k.shape[-1], "V": v.shape[3]}
+    cut = {name: _cut(spec, x, spans) for name, x in ({"k": k, "v": v} | signals).items()}
+    accepted = signature(spec.update).parameters
+    update = spec.update(**{name: x for name, x in cut.items() if name in accepted})
+    each = [type(update)(*x) for x in zip(*(x.unflatten(0, (batch, spans)).unbind(1) for x in update), strict=True)]
+    prior = spec.prior(v, sizes | {"N": batch}) if belief is None else belief
+    before, total = [prior], each[0]
+    for later in each[1:]:
+        before.append(total.apply(prior))
+        total = total.then(later)
+    start = type(prior)(*(torch.stack(x, 1).flatten(0, 1) for x in zip(*before, strict=True)))
+    mean, variance, final = spec.function(_cut(spec, q, spans), **cut, belief=start)
+    mean, variance = (None if x is None else x.reshape(batch, -1, *x.shape[2:]) for x in (mean, variance))
+    last = type(final)(*(x.unflatten(0, (batch, spans))[:, -1] for x in final))
+    return Filtered(mean, variance, last)  # pyright: ignore[reportArgumentType]
+
+
+def _cut(op: OpSpec, x: Any, spans: int) -> Any:
+    """Cut tokens `[B, T, ...]` into `[B * spans, T / spans, ...]`; return constants as they are."""
+    is_constant = op.name == "diagonal" and isinstance(x, Tensor) and x.ndim == 3  # decays and noises of cells
+    if not isinstance(x, Tensor) or is_constant:
+        return x
+    return x.reshape(x.shape[0] * spans, -1, *x.shape[2:])

@@ -223,3 +223,42 @@ def test_combining_and_applying_compile():
     update = updates.delta(torch.randn(2, 5, 1, 4), torch.randn(2, 5, 1, 3), gain=torch.ones(2, 5, 1))
     compiled = torch.compile(lambda x, b: x.then(x).apply(b), backend="eager", fullgraph=True)
     assert_close(compiled(update, belief), update.then(update).apply(belief), 1e-6)
+
+
+@pytest.mark.parametrize("name", FINITE)
+def test_filtering_in_spans_is_filtering(name):
+    case = case_of(name)
+    prior = prior_of(case, case.inputs())
+    results = []
+    for spans in (1, 5):
+        inputs = {x: y.requires_grad_(y.is_floating_point()) for x, y in case.inputs().items()}
+        arguments = case.arguments(inputs)
+        signals = {x: y for x, y in case.op_inputs(inputs).items() if "." not in x}
+        q, k, v = (signals.pop(x) for x in "qkv")
+        options = {"variance": True} if OPS[case.op].has_variance else {}
+        given = arguments["belief"] if prior is not None else None
+        if spans == 1:
+            found = OPS[case.op].function(q, k, v, belief=given, kernel="reference", **signals, **options)
+        else:
+            found = updates.filter_in_spans(case.op, q, k, v, spans=spans, belief=given, **signals, **options)
+        outputs = [x for x in (found.mean, found.variance, *found.belief) if x is not None]
+        sum((x * torch.arange(x.numel()).view(x.shape).cos()).sum() for x in outputs).backward()
+        results.append((outputs, {x: y.grad for x, y in inputs.items() if y.grad is not None}))
+    (expected, expected_grads), (got, grads) = results
+    for x, y in zip(got, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-9)
+    assert grads.keys() == expected_grads.keys()
+    for field, x in grads.items():
+        assert relative_error(x, expected_grads[field]) < 1e-8, field
+
+
+def test_filtering_in_spans_refuses_wrong_arguments():
+    k, v, gain = torch.randn(1, 6, 1, 4), torch.randn(1, 6, 1, 4), torch.rand(1, 6, 1)
+    with pytest.raises(ArgumentError, match="op"):
+        updates.filter_in_spans("attend", k, k, v, spans=2)
+    with pytest.raises(ArgumentError, match="a multiple of 4"):
+        updates.filter_in_spans("delta", k, k, v, gain=gain, spans=4)
+    with pytest.raises(ArgumentError, match="spans"):
+        updates.filter_in_spans("delta", k, k, v, gain=gain, spans=0)
+    with pytest.raises(ArgumentError, match="segments"):
+        updates.filter_in_spans("delta", k, k, v, gain=gain, spans=2, segments=Segments.whole(1, 6))
