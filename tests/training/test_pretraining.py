@@ -17,6 +17,7 @@ from kalmix.training.batching import plan_batches
 from kalmix.training.estimates import estimate, flops_per_token, peak_flops
 from kalmix.training.initial_model import build
 from kalmix.training.run import train
+from kalmix.training.run_data import ShardSource
 from kalmix.training.shards import Preparation, prepare
 
 from .conftest import WORDS
@@ -64,6 +65,19 @@ def test_run_on_a_mixture_of_shards(small, shards: Path, tmp_path: Path) -> None
     assert (tmp_path / "run" / "model" / "tokenizer.json").read_bytes() == (
         shards / "tokenizer" / "tokenizer.json"
     ).read_bytes()
+
+
+def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shards: Path, tmp_path: Path) -> None:
+    (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
+    prepare(Preparation(str(tmp_path / "more.txt"), tokenizer=str(shards / "tokenizer"), held_out=0), tmp_path / "more")
+    alone, mixed = (
+        ShardSource(small(shards=given)).load(None, 1, 0)
+        for given in (str(shards), {str(shards): 1.0, str(tmp_path / "more"): 3.0})
+    )
+    assert alone.evaluation is not None and mixed.evaluation is not None
+    assert torch.equal(mixed.evaluation[0]["input_ids"], alone.evaluation[0]["input_ids"])
+    assert mixed.tokens_per_byte["eval_loss"] == pytest.approx(alone.tokens_per_byte["eval_loss"])
+    assert mixed.tokens_per_byte["loss"] != alone.tokens_per_byte["loss"]
 
 
 def test_shards_with_a_larger_vocabulary_are_refused(small, tmp_path: Path) -> None:

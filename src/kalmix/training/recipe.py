@@ -96,7 +96,7 @@ class Recipe:
         save_steps: further checkpoints after each multiple of so many steps; `None` for none.
         keep_checkpoints: number of checkpoints to keep, the newest ones; at least 1.
         eval_tokens: held-out tokens of each of the ten evaluations in a run. There are none if it is below `seq_len`,
-            or if one of the folders in `shards` holds out no documents.
+            or if no documents are held out. Folders in `shards` that hold out none are left out.
         report_to: tuple of integrations of the Trainer that get the log too, such as "wandb". TensorBoard always does.
         description: source of the settings, for people.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.

@@ -178,26 +178,30 @@ class ShardSource:
             batching=batching,
         )
 
+    def _weights(self, split: str) -> dict[Any, float]:
+        """Return the weights of the folders whose split has tokens."""
+        pairs = zip(self.weights.items(), self.shards, strict=True)
+        return {folder: weight for (folder, weight), x in pairs if x.manifest.count(split, "tokens")}
+
     def _tokens_per_byte(self, split: str) -> float:
-        """Return the tokens per byte of a mixture; 0 if it is not known."""
-        bytes_per_token = []
-        for shards in self.shards:
-            tokens, count = (shards.manifest.count(split, unit) for unit in ("tokens", "bytes"))
-            bytes_per_token.append(count / tokens if tokens else 0.0)
-        total = sum(self.weights.values())
-        mean = sum(w / total * x for w, x in zip(self.weights.values(), bytes_per_token, strict=True))
+        """Return the tokens per byte of a mixture; 0 if the split is empty."""
+        weights, mean = self._weights(split), 0.0
+        for folder, shards in zip(self.weights, self.shards, strict=True):
+            if folder in weights:
+                tokens, count = (shards.manifest.count(split, unit) for unit in ("tokens", "bytes"))
+                mean += weights[folder] / sum(weights.values()) * count / tokens
         return 1 / mean if mean else 0.0
 
     def _eval_batches(self, rows: int) -> Dataset[Any] | None:
-        """Return the first held-out batches; `None` if there are too few tokens for one sequence."""
+        """Return the first held-out batches of the folders that have any; `None` if there are too few tokens."""
         order = Order(self.recipe.seq_len, self.recipe.packing, seed=None, split="held_out")
         count = self.recipe.eval_tokens // self.recipe.seq_len
-        rows = min(rows, count)
-        if not rows:
+        rows, weights = min(rows, count), self._weights("held_out")
+        if not rows or not weights:
             return None
         try:
-            loader = TokenLoader(self.weights, order, batch_size=rows, rank=0, world_size=1)
-        except ArgumentError:  # nothing is held out
+            loader = TokenLoader(weights, order, batch_size=rows, rank=0, world_size=1)
+        except ArgumentError:  # a folder holds out less than one sequence
             return None
         return Batches(list(islice(loader, count // rows)))
 
