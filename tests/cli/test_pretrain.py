@@ -84,6 +84,7 @@ def test_run_on_text_ends_with_a_report(kalmix, recipe: Path, text_file: Path, t
         (("kla-45m", "--output", " "), "`output` is empty"),
         (("--resume",), "`output` is missing"),
         (("kla-45m", "--resume", "--output", "x"), "`recipe` is given with --resume"),
+        (("--resume", "--output", "x", "--set", "steps=1"), "`set` is given with --resume"),
         (("kla-45m", "--dry-run", "--gpus", "0"), "`gpus` is 0"),
         (("kla-45m", "--dry-run", "--gpus", "3"), "`batch_tokens`"),
         (("kla-45m", "--set", "shards=nothing"), "nothing"),

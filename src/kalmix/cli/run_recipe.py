@@ -32,10 +32,10 @@ def resumed_recipe(context: typer.Context, output: str | None) -> Recipe:
     """
     if output is None:
         raise ArgumentError("output", problem="is missing", expected="the folder of the run, with --resume")
-    for name in context.params:
-        source = context.get_parameter_source(name)
-        if name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
-            hint = "A resumed run keeps its settings"
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if parameter.name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
+            name, hint = parameter.opts[0].lstrip("-").replace("-", "_"), "A resumed run keeps its settings"
             raise ArgumentError(name, problem="is given with --resume", expected="only --output", hint=hint)
     return Recipe.load(Path(output))
 
