@@ -72,6 +72,8 @@ def test_processes_that_divide_sequences_equal_one_process(packing: str, shards:
     alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["pretrain", "recipe.toml", "--set", "context_parallel=2", "--output", "both"]
+    if packing == "stream":
+        command += ["--set", "context_layout=head-tail", "--set", "context_attention=ring"]
     result = subprocess.run(
         [*torchrun, "-m", "kalmix.cli", *command], cwd=tmp_path, capture_output=True, text=True, check=False
     )

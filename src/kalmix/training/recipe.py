@@ -92,6 +92,9 @@ class Recipe:
         fsdp: shard parameters, gradients and optimizer over all processes (FSDP2).
         context_parallel: number of processes that divide the tokens of each sequence (`ContextParallel`), a divisor of
             `seq_len` and of the number of processes. It needs `shards`.
+        context_layout: with `context_parallel`, "contiguous" or "head-tail", which divides the work of attention
+            equally; `seq_len` is then a multiple of twice `context_parallel`.
+        context_attention: with `context_parallel`, "gather" or "ring": how attention gets the keys of other processes.
         save_minutes: longest time between two checkpoints, > 0.
         save_steps: further checkpoints after each multiple of so many steps; `None` for none.
         keep_checkpoints: number of checkpoints to keep, the newest ones; at least 1.
@@ -155,6 +158,8 @@ class Recipe:
     checkpointing: bool = False
     fsdp: bool = False
     context_parallel: int = 1
+    context_layout: Literal["contiguous", "head-tail"] = "contiguous"
+    context_attention: Literal["gather", "ring"] = "gather"
     save_minutes: float = 10.0
     save_steps: int | None = None
     keep_checkpoints: int = 2

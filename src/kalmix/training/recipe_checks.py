@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kalmix.distributed.context import ATTENTION
+from kalmix.distributed.layout import LAYOUTS
 from kalmix.errors import ArgumentError
 from kalmix.validation import check_choice
 
@@ -19,6 +21,8 @@ _CHOICES = {
     "packing": ("best-fit", "stream"),
     "loss": ("cross-entropy", "marginal"),
     "schedule": ("trapezoid", "cosine", "wsd"),
+    "context_layout": LAYOUTS,
+    "context_attention": ATTENTION,
 }
 _LEAST = {
     **{"vocab_size": 257, "hidden_size": 1, "seq_len": 2, "batch_size": 1, "grad_accum": 1, "weight_decay": 0},
@@ -89,8 +93,10 @@ def _check_data(recipe: Recipe) -> None:
             raise ArgumentError("shards", got=repr(shards), expected="a mapping from folders to positive weights")
     elif shards is not None and (not isinstance(shards, str) or not shards.strip()):
         raise ArgumentError("shards", got=repr(shards), expected="a folder of shards, or a mapping to weights")
-    if recipe.seq_len % recipe.context_parallel:
-        expected = f"a divisor of {recipe.seq_len} (seq_len)"
+    parts = recipe.context_parallel * (2 if recipe.context_layout == "head-tail" else 1)
+    if recipe.context_parallel > 1 and recipe.seq_len % parts:
+        half = "" if parts == recipe.context_parallel else " / 2, in the layout 'head-tail'"
+        expected = f"a divisor of {recipe.seq_len} (seq_len){half}"
         raise ArgumentError("context_parallel", got=recipe.context_parallel, expected=expected)
     if recipe.batch_tokens is not None and recipe.batch_tokens % recipe.seq_len:
         expected = f"a multiple of {recipe.seq_len} (seq_len)"

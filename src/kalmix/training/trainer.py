@@ -138,7 +138,8 @@ class KalmixTrainer(SafeTrainer):
             self._mesh = init_device_mesh(self.args.device.type, sizes, mesh_dim_names=("dp", "cp"))
         ends = inputs.get("cu_seq_lens_q")
         segments = None if ends is None else Segments.packed(ends)
-        with ContextParallel(self._mesh["cp"], segments=segments) as cp:
+        layout, attention = self.recipe.context_layout, self.recipe.context_attention
+        with ContextParallel(self._mesh["cp"], layout, segments, attention) as cp:
             names = ("input_ids", "labels", "shift_labels")  # positions follow from the segments
             yield {name: cp.shard(inputs[name]) for name in names}
 
