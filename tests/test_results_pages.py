@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 OTHERS = {"index", "first-hour", "docstrings", "huggingface", "robustness", "speed"}  # `speed` has generated tables
-OTHERS |= {"language"}  # not run yet
 PAGES = sorted(path.stem for path in (ROOT / "docs" / "results").glob("*.md") if path.stem not in OTHERS)
 
 

@@ -250,3 +250,10 @@ def test_a_diverged_run_is_a_row(shards: Path, tmp_path: Path, monkeypatch: pyte
     cell = LanguageCell(TUNE, "attention", TINY, 1e-2, 0, "c")
     row = run_cell(cell, shards, tmp_path / "run", lambda done, status: False)
     assert "diverged" in row["diverged"] and "loss" not in row
+
+
+def test_committed_rows_are_reported(kalmix, tmp_path: Path) -> None:
+    folder = Path(__file__).parents[2] / "results" / "2026-11-23-x86-64-cpu-language"
+    result = kalmix("bench", "report", folder, "--output", tmp_path)
+    assert result.status == 0, result.errors
+    assert "4.7801" in result.output and "0.04 *" in result.output and (tmp_path / "language.svg").exists()
