@@ -36,3 +36,4 @@ from kalmix.ops._shared.step import Slots as Slots
 from kalmix.ops._shared.step import check_slots as check_slots
 from kalmix.ops._shared.step import history_pool as history_pool
 from kalmix.ops._shared.step import store as store
+from kalmix.ops._shared.step import store_rows as store_rows

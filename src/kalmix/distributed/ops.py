@@ -1,6 +1,6 @@
 """The functions of `kalmix.ops` as layers call them: under context parallelism they continue from other ranks.
 
-Without an active context they are those functions.
+Without an active context they are those functions. With `slots`, they are the functions of `kalmix.steps`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kalmix import ops
+from kalmix import ops, steps
 from kalmix.designs import Design
 from kalmix.distributed.context import Call, active_call
 from kalmix.distributed.entry import entry_belief, entry_history
@@ -37,11 +37,32 @@ def _same(_k: Tensor, _v: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+SIGNALS: dict[str, Callable[..., Any]] = {
+    "additive": steps.AdditiveSignals,
+    "delta": steps.DeltaSignals,
+    "dense": steps.DenseSignals,
+    "diagonal": steps.DiagonalSignals,
+    "ridge": steps.RidgeSignals,
+}
+STEP_KERNELS = {"triton": "triton", "chunked": "torch", "reference": "torch"}  # kernel of an op, and of its step
+
+
+def _step(
+    name: str, *tokens: Tensor, slots: steps.Slots, belief: Any, kernel: str | None, **arguments: Any
+) -> Filtered:
+    """Call `kalmix.steps.<name>` on a pool of beliefs, with q, k and v of one token per row."""
+    options = {option: arguments.pop(option) for option in ("ridge", "solver") if option in arguments}
+    signals = SIGNALS[name](*tokens, **arguments)
+    return getattr(steps, name)(signals, belief, slots, kernel=STEP_KERNELS.get(kernel or ""), **options)
+
+
 def _parallel(name: str, op: str | None = None) -> Callable[..., Filtered]:
     """Return a function that calls `kalmix.ops.<name>` with the belief that a run of this rank starts from."""
 
     @wraps(getattr(ops, name))
-    def run(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
+    def run(q: Tensor, k: Tensor, v: Tensor, *, slots: steps.Slots | None = None, **arguments: Any) -> Filtered:
+        if slots is not None:
+            return _step(name, q, k, v, slots=slots, **arguments)
         call = active_call()
         if call is not None and name == "attend" and call.context.attention == "ring":
             return attend_in_ring(call, q, k, v, arguments)
@@ -65,9 +86,13 @@ ridge = _parallel("ridge")
 
 @wraps(filter_by)
 def filter(  # noqa: A001 - the public name
-    design: Design, q: Tensor, k: Tensor, v: Tensor, **arguments: Any
+    design: Design, q: Tensor, k: Tensor, v: Tensor, *, slots: steps.Slots | None = None, **arguments: Any
 ) -> Filtered:
     """Call `kalmix.filter`."""
+    if slots is not None:
+        belief, kernel = arguments.pop("belief"), arguments.pop("kernel", None)
+        signals = lower(design, k, v, arguments)
+        return _step(design.op, q, k, v, slots=slots, **signals, belief=belief, kernel=kernel)
     call = active_call()
 
     def lowered(k: Tensor, v: Tensor, given: dict[str, Any]) -> dict[str, Any]:

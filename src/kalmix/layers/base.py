@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from kalmix.designs import Design
 from kalmix.distributed.context import is_active, read_on_rank
-from kalmix.distributed.tensor_parallel import HeadSharding
 from kalmix.errors import ArgumentError, any_of
 from kalmix.layers.head_sizes import Heads
+from kalmix.layers.step_base import SteppedLayer
 from kalmix.ops import OPS
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Belief, Filtered
@@ -32,7 +32,7 @@ from kalmix.validation import (
 State = TypeVar("State", bound=tuple)
 
 
-class Mixer(HeadSharding):
+class Mixer(SteppedLayer):
     """Base class of sequence layers: a module that mixes tokens along time and returns its output with its state.
 
         y, state = layer(x)                          # training or prefill: `[B, T, D]` -> `[B, T, D]`

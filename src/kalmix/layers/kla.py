@@ -21,6 +21,7 @@ from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
+from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import check_positive_int
 
@@ -185,8 +186,19 @@ class KLA(Mixer):
         read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, conv_state))
         return read, (z, gate)
 
+    def read_step(self, x: Tensor, pool: KLAState, slots: Slots) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the read-out `[B, 1, channels]` of one token per row, and its context; update the pool in place."""
+        signals, context, _ = self.signals(x, pool.conv_state, slots=slots)
+        with torch.autocast(x.device.type, enabled=False):
+            mean = ops.diagonal(**signals, belief=pool.belief, slots=slots, kernel=self.kernel).mean
+        return mean[:, :, 0], context
+
     def signals(
-        self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
+        self,
+        x: Tensor,
+        conv_state: Tensor | None = None,
+        segments: Segments | None = None,
+        slots: Slots | None = None,
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
         """Compute the arguments of the op from tokens.
 
@@ -194,6 +206,7 @@ class KLA(Mixer):
             x: tokens `[B, T, D]`.
             conv_state: state of the convolution, or `None`.
             segments: runs of tokens that form sequences, or `None`.
+            slots: slots of each row in a step, where `conv_state` is a pool.
 
         Returns:
             Arguments of `kalmix.ops.diagonal` (with one head); the inputs of skip and gate, `[B, T, channels]` each;
@@ -201,7 +214,10 @@ class KLA(Mixer):
         """
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
-        z, after = self.conv(z, conv_state, segments, segment_ids)
+        if slots is not None and conv_state is not None:
+            z, after = self.conv.step(z, conv_state, slots), conv_state
+        else:
+            z, after = self.conv(z, conv_state, segments, segment_ids)
         projected = self.signal_proj(gather_channels(z, self.tensor_parallel))
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)

@@ -19,6 +19,7 @@ from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
 from kalmix.layers.parametrize import StepDecay
 from kalmix.segments import Segments
+from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int
 
@@ -160,14 +161,19 @@ class MemoryLayer(Mixer):
 
     @abstractmethod
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """Call the op with q, k `[B, T, H, K]`, v `[B, T, G, V]`, `signals`, a belief and segments."""
+        """Call the op with q, k `[B, T, H, K]`, v `[B, T, G, V]`, `signals`, a belief and segments; in steps, slots."""
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Normalise queries and keys `[B, T, H, K]`: unit vectors, queries scaled by 1 / sqrt(K)."""
         return l2_normalize(q, scale=q.shape[-1] ** -0.5), l2_normalize(k)
 
     def project(
-        self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        conv_state: Tensor | None,
+        segments: Segments | None,
+        segment_ids: Tensor | None,
+        slots: Slots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute queries, keys and values of tokens.
 
@@ -176,6 +182,7 @@ class MemoryLayer(Mixer):
             conv_state: state of the convolution, or `None`.
             segments: runs of tokens that form sequences, or `None`.
             segment_ids: sequence of each token `[B, T]`, or `None`.
+            slots: slots of each row in a step, where `conv_state` is a pool.
 
         Returns:
             q and k `[B, T, H, K]`, v `[B, T, G, V]`, and the new state of the convolution.
@@ -184,8 +191,10 @@ class MemoryLayer(Mixer):
         if self.conv is None:
             mixed = F.silu(mixed) if self.activate else mixed
             final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
-            if conv_state is not None:
+            if conv_state is not None and slots is None:
                 check_state_tensor("conv_state", conv_state, "N P", {"P": 0}, FLOATS, x)
+        elif slots is not None and conv_state is not None:
+            mixed, final_conv_state = self.conv.step(mixed, conv_state, slots), conv_state
         else:
             mixed, final_conv_state = self.conv(mixed, conv_state, segments, segment_ids)
         sizes = self.sizes
@@ -210,6 +219,14 @@ class MemoryLayer(Mixer):
         gate = None if self.gate_proj is None else self.gate_proj(x)
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, conv_state)), (gate, mean)
+
+    def read_step(self, x: Tensor, pool: MemoryState, slots: Slots) -> tuple[Tensor, tuple[Tensor | None, Tensor]]:
+        """Return the read-out `[B, 1, G V]` of one token per row, and the gate's input; update the pool in place."""
+        q, k, v, _ = self.project(x, pool.conv_state, None, None, slots)
+        arguments = self.signals(x)
+        with torch.autocast(x.device.type, enabled=False):
+            mean = self.op(q, k, v, **arguments, belief=pool.belief, slots=slots, kernel=self.kernel).mean.flatten(2)
+        return mean, (None if self.gate_proj is None else self.gate_proj(x), mean)
 
     @property
     def memory_shape(self) -> tuple[int, int]:

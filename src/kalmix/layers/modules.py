@@ -7,8 +7,9 @@ from torch import Tensor, nn
 
 from kalmix.distributed.entry import entry_inputs
 from kalmix.layers.base import check_state_tensor
-from kalmix.layers.fused import Norm, Packing, add_rms_norm, rms_norm, short_convolution
+from kalmix.layers.fused import Norm, Packing, add_rms_norm, rms_norm, short_convolution, short_convolution_step
 from kalmix.segments import Segments
+from kalmix.steps import Slots
 from kalmix.types import belief_dtype
 from kalmix.validation import FLOATS, check_number
 
@@ -161,3 +162,13 @@ class ShortConvolution(nn.Module):
         if segments is not None:
             packing = Packing(segments, segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids)
         return short_convolution(x, self.weight, self.bias, state, packing, self.activation)
+
+    def step(self, x: Tensor, pool: Tensor, slots: Slots) -> Tensor:
+        """Convolve one token for each row of a batch, in place on a pool of states.
+
+        Args:
+            x: `[B, 1, channels]`.
+            pool: states of N slots, `[N, size - 1, channels]`.
+            slots: slots that each row reads and writes.
+        """
+        return short_convolution_step(x, self.weight, self.bias, pool, slots, self.activation)

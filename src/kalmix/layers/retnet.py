@@ -17,6 +17,7 @@ from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import apply_rotary
 from kalmix.segments import Segments
+from kalmix.steps import Slots, store_rows
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_number
 
@@ -100,10 +101,20 @@ class RetNet(MemoryLayer):
         return q * q.shape[-1] ** -0.5, k
 
     def project(
-        self, x: Tensor, conv_state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
+        self,
+        x: Tensor,
+        conv_state: Tensor | None,
+        segments: Segments | None,
+        segment_ids: Tensor | None,
+        slots: Slots | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Compute rotated q and k, and v; the state is the number of past tokens, int64 `[N]`."""
         q, k, v, _ = super().project(x, None, segments, segment_ids)
+        if slots is not None and conv_state is not None:
+            past = conv_state[slots.read.clamp(min=0)]
+            store_rows((conv_state,), slots, (past + 1,))
+            q, k = (apply_rotary(part, past[:, None], self.rotary_base) for part in (q, k))
+            return q, k, v, conv_state
         if conv_state is not None:
             sizes = {"N": x.shape[0] if segments is None else segments.count}
             check_state_tensor("conv_state", conv_state, "N", sizes, (torch.int64,), x)

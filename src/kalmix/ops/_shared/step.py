@@ -122,7 +122,8 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
     Args:
         pool: pool of N slots.
         index: int64 `[M]`, slot of each sequence, all different.
-        belief: beliefs of M sequences. Of histories, the newest tokens are stored, as many as a slot has room for.
+        belief: beliefs, or states of a layer, of M sequences. Of histories, the newest tokens are stored, as many as a
+            slot has room for.
 
     Example:
         >>> from kalmix import PointBelief, steps
@@ -135,7 +136,10 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
         if isinstance(pool, HistoryBelief):
             belief = _as_rings(HistoryBelief(*belief), pool.positions.shape[1])
         for buffer, x in zip(pool, belief, strict=True):
-            buffer.index_copy_(0, index, x.to(buffer.dtype))
+            if isinstance(buffer, tuple):
+                store(buffer, index, x)  # pyright: ignore[reportArgumentType] # the state of a layer holds a belief
+            else:
+                buffer.index_copy_(0, index, x.to(buffer.dtype))
 
 
 def history_pool(count: int, tokens: int, k: Tensor, v: Tensor) -> HistoryBelief:
@@ -177,6 +181,18 @@ def store_rows(pool: tuple[Any, ...], slots: Slots, states: tuple[Any, ...]) -> 
     """Store the state of each row in the slot that it writes. Its launches do not depend on values of `slots`.
 
     A row that writes nothing repeats the write of the first row that does. If there is none, slot 0 is rewritten.
+
+    Args:
+        pool: tensors of N slots; updated in place.
+        slots: slots of B rows; those that are read tell which rows are padding.
+        states: tensors of B rows.
+
+    Example:
+        >>> from kalmix import steps
+        >>> pool = torch.zeros(4)
+        >>> steps.store_rows((pool,), steps.Slots(torch.tensor([1, -1]), torch.tensor([2, -1])), (torch.ones(2),))
+        >>> pool.tolist()
+        [0.0, 0.0, 1.0, 0.0]
     """
     read, write = slots
     writes = (read >= 0) & (write >= 0)

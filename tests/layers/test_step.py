@@ -1,0 +1,109 @@
+"""Steps of layers: a server's batches over a pool of states agree with calling the layer on each sequence alone."""
+
+from collections import namedtuple
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kalmix import ArgumentError, Segments, steps
+from kalmix.layers import KLA, BayesianLayer, GatedDeltaNet, GatedKalmaNet, Mamba2
+from kalmix.ops import Chebyshev
+from kalmix.testing.scheduler import check_steps, make_workload
+from kalmix.types import Filtered
+
+from .conftest import LAYERS, shake
+
+SEQUENCES, TOKENS, WIDTH = 5, 6, 12
+HISTORIES = [name for name in LAYERS if name.startswith(("afa", "rt-afa", "attention", "controlled"))]
+
+
+class Inputs(NamedTuple):
+    """Tokens of a workload, as its only signal."""
+
+    v: torch.Tensor
+
+
+def leaves(state):
+    return [state] if isinstance(state, torch.Tensor) else [leaf for x in state for leaf in leaves(x)]
+
+
+def rebuild(state, tensors):
+    """Return a state with the structure of `state`, whose tensors are the next ones of an iterator."""
+    if isinstance(state, torch.Tensor):
+        return next(tensors)
+    return type(state)(*(rebuild(x, tensors) for x in state))
+
+
+def check_layer(layer, dtype=torch.float64, bound=1e-9):
+    """Check steps of a layer with a scheduler; its state is a flat tuple of tensors there."""
+    layer = layer.to(dtype).requires_grad_(False)
+    example = layer.state_pool(1)
+    names = [f"x{index}" for index, _ in enumerate(leaves(example))]
+    flat = type("Flat", (namedtuple("Flat", names),), {"take": lambda self, index: flat(*(x[index] for x in self))})
+
+    def nested(state):
+        return rebuild(example, iter(state))
+
+    def step(signals, pool, slots, out=None):
+        return Filtered(layer.step(signals.v, nested(pool), slots), None, pool)
+
+    def alone(signals, prior):
+        y, state = layer(signals.v, nested(prior))
+        return Filtered(y, None, flat(*leaves(state)))
+
+    x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype)
+    workload = make_workload(Inputs(x), flat(*leaves(layer.state_pool(SEQUENCES))))
+    check_steps(step, alone, workload, [bound] * (1 + len(names)), same_bits=False)
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if name not in HISTORIES and name != "attention-grouped"])
+def test_a_server_agrees_with_each_sequence_alone(name):
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    shake(layer)
+    check_layer(layer)
+
+
+@pytest.mark.parametrize("kind", [GatedDeltaNet, Mamba2, KLA, BayesianLayer, GatedKalmaNet])
+def test_triton_steps_agree_with_each_sequence_alone(kind):
+    """Without a GPU, Triton's interpreter runs the kernels. The sequence alone is filtered in PyTorch code."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    options = {"ridge": 0.1, "solver": Chebyshev(8)} if kind is GatedKalmaNet else {}
+    layer = kind(WIDTH, **options) if kind is KLA else kind(WIDTH, heads=2, head_dim=4, **options)
+    shake(layer)
+    filtered = layer.forward
+
+    def alone(x, state=None):
+        layer.kernel = "reference"
+        result = filtered(x, state)
+        layer.kernel = "triton"
+        return result
+
+    layer.kernel, layer.forward = "triton", alone
+    check_layer(layer, torch.float32, 1e-4)
+
+
+def test_prefilled_states_are_stored_in_a_pool():
+    """Packed prompts fill slots; one of them is decoded twice, from its prefix."""
+    torch.manual_seed(0)
+    layer, x = GatedDeltaNet(WIDTH, heads=2, head_dim=4).double(), torch.randn(1, 9, WIDTH).double()
+    pool = layer.state_pool(6)
+    steps.store(pool, torch.tensor([4, 1]), layer(x, None, Segments.packed(torch.tensor([0, 5, 9])))[1])
+    token = torch.randn(3, 1, WIDTH).double()
+    y = layer.step(token, pool, steps.Slots(torch.tensor([4, -1, 4]), torch.tensor([0, -1, 5])))
+    assert not y[1].any()
+    for row in (0, 2):
+        alone, state = layer(torch.cat([x[:, :5], token[row : row + 1]], 1))
+        torch.testing.assert_close(y[row], alone[0, -1:])
+        torch.testing.assert_close(pool.belief.mean[(0, None, 5)[row]], state.belief.mean[0])
+
+
+@pytest.mark.parametrize("name", HISTORIES)
+def test_layers_that_store_tokens_have_no_pool(name):
+    layer = LAYERS[name]()
+    with pytest.raises(ArgumentError, match="stores past tokens"):
+        layer.state_pool(2)
+    with pytest.raises(ArgumentError, match="stores past tokens"):
+        layer.step(torch.zeros(1, 1, layer.hidden_size), None, steps.Slots(*torch.zeros(2, 1, dtype=torch.long)))
