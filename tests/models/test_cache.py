@@ -92,6 +92,24 @@ def test_recorded_tokens_share_an_initial_state():
 
 
 @torch.no_grad()
+def test_a_drafted_token_keeps_its_inputs_alone():
+    """A recorded token adds D numbers per layer, no copy of a state; a history also grows by the token."""
+    model = build(EVERY_LAYER)
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 8), past_key_values=cache)
+    cache.activate_past_recording()
+    held = []
+    for token in tokens(1, 9).T:
+        model(token[None], past_key_values=cache)
+        held.append([layer_bytes(layer) for layer in cache.layers])
+    for mixer, first, last in zip(model.model.layers.mixers, held[0], held[-1], strict=True):
+        if mixer.state_size(100) == mixer.state_size(1):
+            assert last - first == 8 * 4 * 16, type(mixer).__name__
+        else:
+            assert last - first <= 8 * (4 * 16 + 4 * mixer.state_size(1) + 3 * 8), type(mixer).__name__
+
+
+@torch.no_grad()
 def test_compiled_calls_are_recorded():
     """A compiled call of one token joins the call before it; a crop then leaves one token of both."""
     model, ids = build("kla"), tokens(1, 9)

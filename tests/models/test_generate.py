@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kalmix import ArgumentError
-from kalmix.models import restore, snapshot
+from kalmix.models import BeliefLayer, restore, snapshot
 
 from .conftest import build, tokens
 
@@ -70,6 +70,24 @@ def test_assisted_generation(model, draft):
     with torch.no_grad():
         near.lm_head.weight.add_(0.05 * torch.randn_like(near.lm_head.weight))
     assert torch.equal(greedy(model, ids, assistant_model=near), expected)
+
+
+def test_assisted_generation_filters_few_tokens_again():
+    """Most drafts are rejected. No crop filters more than 64 tokens again, though the prompt has 100."""
+    model, ids = build(layers := ["controlled-afa", "kla", "attention"]), tokens(1, 100)
+    filtered, restored = [], BeliefLayer.get_state
+
+    class Watched(BeliefLayer):
+        def get_state(self, mixer):
+            if self.stale:
+                filtered.append(self.calls[-1].mixer_input.shape[1])
+            return restored(self, mixer)
+
+    for layer in (cache := DynamicCache(config=model.config)).layers:
+        layer.__class__ = Watched
+    expected = greedy(model, ids)
+    assert torch.equal(greedy(model, ids, assistant_model=build("kla", seed=9), past_key_values=cache), expected)
+    assert len(filtered) >= len(layers) and max(filtered) <= 64
 
 
 def test_prompt_lookup(model):
