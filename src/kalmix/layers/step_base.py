@@ -18,6 +18,11 @@ class SteppedLayer(HeadSharding):
     A layer whose op has a step overrides `read_step`, which works in place. Other layers filter copies of the states.
     """
 
+    @property
+    def steps_in_place(self) -> bool:
+        """Whether `step` updates slots in place instead of filtering copies of the states."""
+        return type(self).read_step is not SteppedLayer.read_step
+
     def state_pool(self, count: int) -> Any:
         """Return a pool of states for `step`: the layer's state, whose first axis is slots, with the prior in each.
 

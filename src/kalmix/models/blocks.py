@@ -19,6 +19,7 @@ from kalmix.layers.config_io import has_config, to_config
 from kalmix.layers.fused import swiglu, without_storing
 from kalmix.layers.modules import RMSNorm, is_plain, sample_gaussian
 from kalmix.segments import Segments
+from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
 
@@ -255,6 +256,7 @@ class Block(nn.Module):
         output_state: bool = True,
         output_belief: bool = False,
         output_posterior: bool = False,
+        slots: Slots | None = None,
     ) -> BlockOutput:
         """Apply the block.
 
@@ -267,8 +269,12 @@ class Block(nn.Module):
             output_state: return the state and the input of the mixer. They contain views, which FSDP2 warns about.
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
+            slots: slots of a step, in which the mixer updates the pool `state` in place; `None` for other calls.
         """
         mixer_input = self.norm(x)
+        if slots is not None:
+            readout, context = self.mixer.read_step(mixer_input, state, slots)
+            return BlockOutput(self.finish(x, readout, context), state, mixer_input, None, None)
         variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
         (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
         readout = sample_gaussian(mean, var) if sample and var is not None else mean

@@ -14,6 +14,7 @@ from kalmix.models.blocks import BlockOutput
 from kalmix.models.cache_entry import CachedCall, CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
+from kalmix.steps import Slots
 from kalmix.types import Belief, replace_fields
 
 # accelerate refuses types with "linear_attention" in their name under its sequence parallelism, where each rank would
@@ -136,6 +137,9 @@ class BeliefLayer(CacheLayerMixin):
         self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
 
+    def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
+        """Return `None`: states are not updated in place."""
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
 
@@ -234,6 +238,10 @@ class CacheOfCall(NamedTuple):
     def get_state(self, index: int, mixer: Mixer) -> Belief | None:
         """Return the state from which the mixer of a block continues; `None` for its prior."""
         return self.layers[index].get_state(mixer)
+
+    def slots(self, index: int, mixer: Mixer, x: Tensor) -> Slots | None:
+        """Return the slots in which the mixer of a block updates the state in place; `None` if it returns a new one."""
+        return None if self.layout.segments is not None else self.layers[index].step_slots(mixer, x)
 
     def set_state(self, index: int, output: BlockOutput) -> None:
         """Store the state of the mixer after a call of its block."""

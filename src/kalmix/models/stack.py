@@ -11,6 +11,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.models.blocks import Block, BlockOutput, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
+from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
 from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_shape
 
@@ -59,6 +60,10 @@ class StateCache(Protocol):
 
     def get_state(self, index: int, mixer: Mixer) -> Belief | None:
         """Return the state from which the mixer of a block continues; `None` for its prior."""
+        ...
+
+    def slots(self, index: int, mixer: Mixer, x: Tensor) -> Slots | None:
+        """Return the slots in which the mixer of a block updates the state in place; `None` if it returns a new one."""
         ...
 
     def set_state(self, index: int, output: BlockOutput) -> None:
@@ -164,8 +169,10 @@ class BlockStack(nn.ModuleList):
                 collected["hidden_states"].append(shown)
                 x = x if layout is None else layout.compact(shown)
             state = None if states is None else states[index]
+            plain = not (output_beliefs or output_posterior)
             output = block(
                 *(x, state if cache is None else cache.get_state(index, block.mixer), segments),
+                slots=cache.slots(index, block.mixer, x) if cache is not None and plain else None,
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,

@@ -14,6 +14,7 @@ from kalmix.models.cache import LAYER_TYPE, BeliefLayer
 from kalmix.models.cache_entry import CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
+from kalmix.steps import Slots
 from kalmix.types import Belief
 from kalmix.validation import can_check_values
 
@@ -29,6 +30,9 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         max_cache_len: maximum number of tokens of a sequence, padding included.
 
     Attributes:
+        in_place: whether mixers that can do so update the buffers in decoding steps, instead of returning a state that
+            is copied into them; `capture_decoding` sets it.
+        rows: indices of the buffers' rows, int32 `[N]`; `None` before the first such step.
         tensors: buffers; without meaning unless `is_initialized`.
         structure: structure of the state; `None` if there are no buffers yet.
         window: window of the mixer.
@@ -44,6 +48,8 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.record_past: bool = False
         self.mixer: str | None = None
         self.window: int | None = None
+        self.in_place: bool = False
+        self.rows: Tensor | None = None
         self.tensors: list[Tensor] = []
         self.structure: Structure = None
 
@@ -97,6 +103,15 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.window = mixer.window
         return rebuild(self.tensors, self.structure) if self.is_initialized else None
 
+    def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
+        """Return the rows of the buffers as slots, if the mixer updates them in place for one token of each row."""
+        steps = self.in_place and mixer.steps_in_place and x.shape[1] == 1 and not torch.is_grad_enabled()
+        if not steps or not self.is_initialized or x.shape[0] != self.tensors[0].shape[0]:
+            return None
+        if self.rows is None or len(self.rows) != len(x):
+            self.rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+        return Slots(self.rows, self.rows)
+
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
         """Copy the state after a call of the mixer that started from `get_state` into the buffers.
 
@@ -118,7 +133,8 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self._clear(state)
             self.is_initialized = True
         with torch.no_grad():
-            _store(rebuild(self.tensors, self.structure), state, self.window, continued)
+            if not all(x is buffer for x, buffer in zip(flatten(state)[0], self.tensors, strict=False)):
+                _store(rebuild(self.tensors, self.structure), state, self.window, continued)
             self.cumulative_length.add_(added)
 
     def crop(self, tokens_to_remove: int) -> None:
