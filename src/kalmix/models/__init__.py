@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from kalmix.models.backbone import KalmixModel, KalmixModelOutput
     from kalmix.models.blocks import hybrid_layers
     from kalmix.models.cache import BeliefLayer, restore, snapshot
+    from kalmix.models.captured_step import capture_decoding
     from kalmix.models.causal_lm import LanguageModel
     from kalmix.models.classification import KalmixForSequenceClassification, KalmixForTokenClassification
     from kalmix.models.configuration import KalmixConfig
@@ -30,6 +31,7 @@ _MODULES = {
     "BeliefLayer": "cache",
     "snapshot": "cache",
     "restore": "cache",
+    "capture_decoding": "captured_step",
     "LanguageModel": "causal_lm",
     "KalmixForSequenceClassification": "classification",
     "KalmixForTokenClassification": "classification",
@@ -51,6 +53,7 @@ __all__ = [
     "KalmixOutput",
     "LanguageModel",
     "VisionModel",
+    "capture_decoding",
     "gkavision_tiny",
     "hybrid_layers",
     "optimizer_groups",

@@ -11,12 +11,19 @@ from kalmix._extras import optional_imports
 with optional_imports():
     from transformers import GenerationMixin
     from transformers.cache_utils import Cache
+    from transformers.generation.configuration_utils import GenerationMode
 
 from kalmix.errors import ArgumentError
 
 
 class BeliefGenerationMixin(GenerationMixin):
-    """`GenerationMixin` for models whose caches hold beliefs instead of keys and values."""
+    """`GenerationMixin` for models whose caches hold beliefs instead of keys and values.
+
+    Attributes:
+        decoding_step: the `CapturedStep` inside `capture_decoding`, otherwise `None`.
+    """
+
+    decoding_step: Any = None
 
     @staticmethod
     def create_masks_for_generate(
@@ -37,13 +44,39 @@ class BeliefGenerationMixin(GenerationMixin):
         mask = attention_mask[:, -inputs_embeds.shape[1] :]
         return None if mask.shape[1] == 1 and bool(mask.all()) else mask
 
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Create the cache of `generate`: a static one if its steps are captured, and it removes no tokens."""
+        step = self.decoding_step
+        if step is not None and step.refusal is None:
+            removes = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
+            given = model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False
+            if generation_config.cache_implementation is None and not given and not removes:
+                generation_config.cache_implementation = "static"
+            step.keep_cache = not generation_config.return_dict_in_generate
+        prepare = super()._prepare_cache_for_generation  # pyright: ignore
+        return prepare(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether `generate` compiles its steps: not if they are captured."""
+        if self.decoding_step is not None and self.decoding_step.refusal is None:
+            return False
+        return super()._valid_auto_compile_criteria(*args, **kwargs)  # pyright: ignore
+
     def _prepare_static_cache(self, *args: Any, batch_size: int, **kwargs: Any) -> Cache:
-        """Create a static cache for `generate`, with its buffers if the prefill is compiled."""
+        """Create a static cache for `generate`, with its buffers if the prefill is compiled, or empty a kept one."""
         model: Any = self
+        step = self.decoding_step
+        kept = None if step is None else step.reuse(batch_size, kwargs["max_cache_len"])
+        if kept is not None:
+            return kept
         cache = super()._prepare_static_cache(*args, batch_size=batch_size, **kwargs)  # pyright: ignore
         if kwargs.get("prefill_chunk_size") is not None:
             for layer, mixer in zip(cache.layers, model.model.layers.mixers, strict=True):
                 layer.allocate(mixer, batch_size, model.dtype)
+        if step is not None and step.keep_cache:
+            step.cache = cache
         return cache
 
     def _get_static_cache_init_shape(self) -> None:

@@ -1,0 +1,184 @@
+"""Captured decoding steps give the tokens of `generate`. On a CPU, a tape of operations stands in for a CUDA graph."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import StaticCache
+
+from kalmix import ArgumentError
+from kalmix.models import KalmixModel, capture_decoding
+
+from .conftest import build, tokens
+from .test_cache import EVERY_LAYER
+from .test_static_cache import left_padded
+
+STATIC = {"max_new_tokens": 7, "do_sample": False}
+
+
+class Tape(TorchDispatchMode):
+    """Stand-in for a CUDA graph: it records operations, undoes what they wrote, and repeats them in the same memory.
+
+    Python code runs only while it captures. Numbers that the host has read stay as they were then.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.before = [], {}
+
+    def capture(self, function):
+        with self:
+            output = function()
+        for storage, contents in self.before.values():
+            storage.copy_(contents)
+        return output
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        arguments = zip(func._schema.arguments, [*args, *kwargs.values()], strict=False)
+        named = {x.name: x for x in func._schema.arguments}
+        pairs = [*((x, y) for x, y in arguments if not x.kwarg_only), *((named[x], y) for x, y in kwargs.items())]
+        for written in (y for x, y in pairs if x.alias_info is not None and x.alias_info.is_write):
+            for tensor in (x for x in tree_leaves(written) if isinstance(x, torch.Tensor)):
+                storage = tensor.untyped_storage()
+                self.before.setdefault(storage.data_ptr(), (storage, storage.clone()))
+        result = func(*args, **kwargs)
+        self.calls.append((func, args, kwargs, result))
+        return result
+
+    def replay(self):
+        for func, args, kwargs, result in self.calls:
+            again = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(result), tree_leaves(again), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def prompts(*lengths):
+    ids, mask = left_padded(*lengths)
+    return {"inputs": ids, "attention_mask": mask}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"eos_token_id": list(range(0, 40, 3))}],
+    ids=["greedy", "beams", "sampling", "stopping"],
+)
+def test_captured_generation_equals_generation(options):
+    """Left-padded prompts are continued, by a model with every layer or few; after two steps, replays run no layer."""
+    model, options = build("space" if options else EVERY_LAYER), {**STATIC, **prompts(8, 5, 1), **options}
+    torch.manual_seed(0)
+    expected = model.generate(**options)
+    calls = []
+    model.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+    with capture_decoding(model, Tape) as step:
+        torch.manual_seed(0)
+        assert torch.equal(model.generate(**options), expected)
+    assert step.captures == 1 and len(calls) == 3  # prefill, first step, capture
+    assert step.replays == expected.shape[1] - 8 - 2
+    assert step.refusal is None and model.decoding_step is None and "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("layers", ["hybrid", "delta", "filters"])
+def test_buffers_and_graph_serve_later_calls(layers):
+    """A second prompt of the same batch size replays the graph of the first; another batch size is captured anew."""
+    model = build(layers)
+    first, second, wider = prompts(7, 4), prompts(5, 2), prompts(3, 6, 4)
+    expected = [model.generate(**x, **STATIC) for x in (first, second, wider)]
+    with capture_decoding(model, Tape) as step:
+        assert torch.equal(model.generate(**first, **STATIC), expected[0])
+        assert (step.captures, step.replays) == (1, 5)
+        assert torch.equal(model.generate(**second, **STATIC), expected[1])
+        assert (step.captures, step.replays) == (1, 11)
+        assert torch.equal(model.generate(**wider, **STATIC), expected[2])
+        assert step.captures == 2
+
+
+def test_returned_caches_are_not_used_again():
+    model, options = (
+        build("hybrid"),
+        {**prompts(6, 3), **STATIC, "return_dict_in_generate": True, "output_logits": True},
+    )
+    plain = model.generate(**options)
+    with capture_decoding(model, Tape):
+        found = model.generate(**options)
+        cache = copy.deepcopy(found.past_key_values)
+        model.generate(**prompts(5, 5), **STATIC)
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(plain.logits), rtol=0, atol=1e-5)
+    for kept, now in zip(cache.layers, found.past_key_values.layers, strict=True):
+        assert all(map(torch.equal, kept.tensors, now.tensors))
+
+
+def test_other_calls_run_without_a_graph():
+    """Speculative decoding, hidden states, and dynamic or no caches need more than plain steps."""
+    model, ids = build("hybrid"), tokens(1, 6)
+    expected = model.generate(ids, **STATIC)
+    with capture_decoding(model, Tape) as step, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(model.generate(ids, **STATIC, assistant_model=build("kla", seed=9)), expected)
+        assert torch.equal(model.generate(ids, **STATIC, use_cache=False), expected)
+        assert torch.equal(model.generate(ids, **STATIC, cache_implementation="dynamic"), expected)
+        hidden = model.generate(ids, **STATIC, output_hidden_states=True, return_dict_in_generate=True)
+        assert torch.equal(hidden.sequences, expected) and len(hidden.hidden_states) == 7
+        assert step.captures == 0
+
+
+@torch.no_grad()
+def test_steps_of_a_loop_are_captured():
+    """A loop with a static cache is captured; a step with a mask runs as usual, on the same buffers."""
+    model, ids = build("hybrid"), tokens(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, 9] = 0
+    expected = model(ids, attention_mask=mask).logits
+    with capture_decoding(model, Tape) as step:
+        cache, found = StaticCache(config=model.config, max_cache_len=12), []
+        model(ids[:, :5], past_key_values=cache)
+        for index in range(5, 12):
+            padding = {"attention_mask": mask[:, : index + 1]} if index == 9 else {}
+            found.append(model(ids[:, index : index + 1], past_key_values=cache, **padding).logits.clone())
+        assert (step.captures, step.replays) == (1, 5)
+    is_token = mask[:, 5:] > 0
+    torch.testing.assert_close(torch.cat(found, 1)[is_token], expected[:, 5:][is_token], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_steps_update_buffers_in_place(monkeypatch):
+    """Memory layers and KLA write to the buffers themselves, as steps of their ops do; no state is copied."""
+    model, ids = build(["kla", "gated-deltanet", "mamba2", "attention"]), tokens(2, 9)
+    expected = model(ids).logits[:, 6:7]
+    with capture_decoding(model, Tape) as step:
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        model(ids[:, :5], past_key_values=cache)
+        model(ids[:, 5:6], past_key_values=cache)
+        copied = []
+        monkeypatch.setattr("kalmix.models.static_cache._store", lambda *args: copied.append(type(args[1]).__name__))
+        found = model(ids[:, 6:7], past_key_values=cache).logits
+        assert copied == ["AttentionState"] and step.captures == 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert [layer.rows is not None for layer in cache.layers] == [True, True, True, False]
+
+
+def test_refusals():
+    """Without a GPU, and after a failed capture, `generate` runs as usual and warns once, in one sentence."""
+    model, ids = build("kla"), tokens(2, 5)
+    expected = model.generate(ids, **STATIC)
+
+    class Failing(Tape):
+        def capture(self, function):
+            raise RuntimeError("operation not permitted")
+
+    for graph, reason in ((None, "the model is on cpu"), (Failing, "operation not permitted")):
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            with capture_decoding(model, graph) as step:
+                for _ in range(2):
+                    assert torch.equal(model.generate(ids, **STATIC), expected)
+        found = [str(x.message) for x in seen if "captured" in str(x.message)]
+        assert len(found) == 1 and reason in found[0] and step.captures == 0
+    with capture_decoding(model, Tape), pytest.raises(ArgumentError, match="one context at a time"):
+        capture_decoding(model, Tape).__enter__()
+    with pytest.raises(ArgumentError, match="KalmixForCausalLM"):
+        capture_decoding(KalmixModel(model.config)).__enter__()
