@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 def run(
     run: Annotated[Path, typer.Argument(help="Output folder of `kalmix train` or `pretrain`, or its model folder.")],
-    suite: Annotated[str, typer.Option(help="kla: KLA's eight zero-shot tasks; gka: Gated KalmaNet's ten.")] = "kla",
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="kla: KLA's eight zero-shot tasks; gka: Gated KalmaNet's ten; long: RULER, and perplexity of --text."
+        ),
+    ] = "kla",
     tasks: Annotated[
         str | None, typer.Option(help="Tasks of the suite to run, separated by commas. Default: all.")
     ] = None,
@@ -34,6 +39,12 @@ def run(
             help="mean: of the last layer's read-out; marginal: probabilities averaged over samples of it (KLA+). "
             "Default: the model's setting."
         ),
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Lengths in tokens of the suite long, separated by commas. Default: 4K to 128K.")
+    ] = None,
+    text: Annotated[
+        Path | None, typer.Option(help="Token shards or text files; the suite long computes their perplexity.")
     ] = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder with copies of datasets; nothing is downloaded. Default: the hub.")
@@ -50,7 +61,8 @@ def run(
     from kalmix.evaluation.suites import units_of
 
     chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    units = units_of(suite, chosen)
+    sizes = _integers("lengths", lengths)
+    units_of(suite, chosen, sizes, None if text is None else sizes)
     check_positive_int("batch_size", batch_size)
     if limit is not None:
         check_positive_int("limit", limit)
@@ -59,11 +71,12 @@ def run(
     from kalmix.cli.load_run import check_vocabulary, load_model, model_folder
     from kalmix.cli.progress import stages
     from kalmix.evaluation.evaluate import Options, evaluate, settings_of
+    from kalmix.evaluation.judge import begin_texts
+    from kalmix.evaluation.perplexity import read_text
     from kalmix.evaluation.results import RESULTS_FILE, Results
     from kalmix.evaluation.table import score_tables
     from kalmix.training.shards.tokenizer import load_tokenizer
 
-    options = Options(limit, batch_size, bf16, None if data is None else data.resolve())
     folder = run / "evaluation" if output is None else output
     console = Console(file=sys.stdout, highlight=False)  # this stream, also while lm-eval's output is suppressed
     with stages(console) as progress:
@@ -71,6 +84,13 @@ def run(
         model = load_model(run, predict)
         tokenizer = load_tokenizer(str(model_folder(run)))
         check_vocabulary(tokenizer, model, run)
+        where = None if data is None else data.resolve()
+        passages = None
+        if text is not None:
+            begin_texts(tokenizer, model)
+            passages = read_text(text, tokenizer, model_folder(run), sizes, limit)
+        options = Options(limit, batch_size, bf16, where, passages)
+        units = units_of(suite, chosen, sizes, None if passages is None else passages.lengths)
         _move(model, device)
         with lock_folder(folder), disk_errors(folder):
             results = Results(folder, settings_of(model, model_folder(run), options))
@@ -81,6 +101,14 @@ def run(
         console.print(table.text(), soft_wrap=True, markup=False)
     for path in (folder / RESULTS_FILE, folder / f"{suite}.md"):
         console.print(f"  {path}", soft_wrap=True, markup=False)
+
+
+def _integers(name: str, text: str | None) -> list[int]:
+    """Return the integers in a text, which are separated by commas."""
+    try:
+        return [int(x) for x in (text or "").split(",") if x.strip()]
+    except ValueError:
+        raise ArgumentError(name, got=repr(text), expected="integers separated by commas") from None
 
 
 def _move(model: KalmixForCausalLM, device: str | None) -> None:

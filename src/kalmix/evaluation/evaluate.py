@@ -16,8 +16,10 @@ with optional_imports():
 
 from kalmix.evaluation.harness import load_task, run_task, task_manager
 from kalmix.evaluation.judge import Judge
+from kalmix.evaluation.perplexity import HeldOutText, perplexity
 from kalmix.evaluation.results import Results, fingerprint
-from kalmix.evaluation.suites import Unit
+from kalmix.evaluation.ruler import Needle, deciles, load_ruler_task, needles, tokenizer_copy
+from kalmix.evaluation.suites import PERPLEXITY, Unit
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.provenance import provenance
 
@@ -33,12 +35,14 @@ class Options:
         batch_size: sequences per forward pass.
         bf16: run under bfloat16 autocast.
         data: folder with copies of datasets; `None` for the hub.
+        text: text of the perplexity; `None` if no unit needs it.
     """
 
     limit: int | None = None
     batch_size: int = 8
     bf16: bool = False
     data: Path | None = None
+    text: HeldOutText | None = None
 
 
 def settings_of(model: KalmixForCausalLM, folder: Path, options: Options) -> dict[str, Any]:
@@ -79,17 +83,46 @@ def evaluate(
     Raises:
         ArgumentError: the dataset of a task cannot be loaded. Units before it are stored.
     """
-    waiting = [unit for unit in units if unit.key not in results.tasks]
+    waiting = [unit for unit in units if not _is_finished(unit, results, options)]
     if not waiting:
         return
     judge = Judge(model, tokenizer, batch_size=options.batch_size, bf16=options.bf16)
-    manager = task_manager()
     facts = provenance(model.device)
-    for number, unit in enumerate(waiting, start=len(units) - len(waiting) + 1):
-        name, begin = f"{number} of {len(units)}: {unit.key}", time.monotonic()
-        progress(name, 0.0)
-        task = load_task(manager, unit.column.task, options.data)
-        judge.progress = lambda done, name=name: progress(name, done)
-        record, _ = run_task(judge, task, options.limit)
-        results.add(unit.key, {**record, "seconds": round(time.monotonic() - begin, 1), "provenance": facts})
-        progress(name, 1.0)
+    with tokenizer_copy(tokenizer) as name:
+        for number, unit in enumerate(waiting, start=len(units) - len(waiting) + 1):
+            label, begin = f"{number} of {len(units)}: {unit.key}", time.monotonic()
+            progress(label, 0.0)
+            record = _run(judge, unit, options, name, lambda done, label=label: progress(label, done))
+            results.add(unit.key, {**record, "seconds": round(time.monotonic() - begin, 1), "provenance": facts})
+            progress(label, 1.0)
+
+
+def _is_finished(unit: Unit, results: Results, options: Options) -> bool:
+    """Return whether there is a result of a unit; that of another text does not count."""
+    record = results.tasks.get(unit.key)
+    if record is None or options.text is None or unit.column.task != PERPLEXITY:
+        return record is not None
+    return record.get("text") == options.text.sha256
+
+
+def _run(
+    judge: Judge, unit: Unit, options: Options, tokenizer: str, progress: Callable[[float], None]
+) -> dict[str, Any]:
+    """Run a unit, and return its record. `tokenizer` is the folder of a copy of the tokenizer."""
+    task, length = unit.column.task, unit.length
+    if length is None:
+        judge.progress = progress
+        return run_task(judge, load_task(task_manager(), task, options.data), options.limit)[0]
+    if task == PERPLEXITY:
+        assert options.text is not None
+        sizes = {"batch_size": options.batch_size, "bf16": options.bf16}
+        return perplexity(judge.model, options.text, length, **sizes, progress=progress)
+    loaded = load_ruler_task(task, length, options.limit, tokenizer, options.data)
+    judge.progress = progress
+    record, samples = run_task(judge, loaded, None)
+    score = str(length)
+    record["scores"], record["stderr"] = {"score": record["scores"][score]}, {"score": record["stderr"].get(score)}
+    if task.startswith("niah_"):
+        found = needles(samples, judge.tokenizer)
+        record |= {"deciles": deciles(found), "needles": {"columns": Needle._fields, "rows": found}}
+    return record

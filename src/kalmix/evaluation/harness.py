@@ -123,15 +123,17 @@ def local_copies(data: Path | None) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress the messages and bars of lm-eval and of what it calls."""
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, datasets.utils.is_progress_bar_enabled()
-    logger.setLevel(logging.CRITICAL)
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "transformers")]
+    levels, bars = [logger.level for logger in loggers], datasets.utils.is_progress_bar_enabled()
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
     datasets.disable_progress_bars()
     try:
         with Path(os.devnull).open("w") as sink, redirect_stdout(sink), redirect_stderr(sink):
             yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
         if bars:
             datasets.enable_progress_bars()
 

@@ -36,9 +36,7 @@ class Judge(HFLM):
     def __init__(
         self, model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, bf16: bool = False
     ) -> None:
-        begin = model.config.bos_token_id
-        if begin is not None:
-            begin_with(tokenizer, begin)
+        begin = begin_texts(tokenizer, model)
         super().__init__(
             pretrained=model,
             tokenizer=tokenizer,
@@ -72,6 +70,14 @@ class Judge(HFLM):
         self._done += rows
         self.progress(min(1.0, self._done / max(1, self._requests)))
         return output
+
+
+def begin_texts(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalLM) -> int | None:
+    """Make a tokenizer begin texts as in training, and return the id of the token; `None` if the model has none."""
+    begin = model.config.bos_token_id
+    if begin is not None:
+        begin_with(tokenizer, begin)
+    return begin
 
 
 def begin_with(tokenizer: PreTrainedTokenizerFast, token_id: int) -> None:

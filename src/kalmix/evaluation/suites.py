@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kalmix.errors import unknown_name
+from kalmix.errors import ArgumentError, unknown_name
+from kalmix.validation import check_positive_int
+
+PERPLEXITY = "perplexity"
+RULER_LENGTHS = tuple(2**n for n in range(12, 18))  # tokens, 4K to 128K
+PERPLEXITY_LENGTHS = tuple(2**n for n in range(11, 18))  # tokens, 2K to 128K
 
 
 class Column(NamedTuple):
     """Column of a table of scores.
 
     Attributes:
-        task: name of the task in lm-eval.
-        metric: metric that the paper prints.
+        task: name of the task in lm-eval, or "perplexity".
+        metric: metric that the paper prints; empty for tasks that have one metric for each length.
         title: heading of the column.
     """
 
@@ -28,21 +33,24 @@ class Suite(NamedTuple):
     Attributes:
         title: text that names the suite in tables.
         columns: tasks, in the order of the paper's table.
+        by_length: each task is run at several lengths.
     """
 
     title: str
     columns: tuple[Column, ...]
+    by_length: bool = False
 
 
 class Unit(NamedTuple):
-    """Part of an evaluation that is run and stored at once: a task."""
+    """Part of an evaluation that is run and stored at once: a task, at one length if it has several."""
 
     column: Column
+    length: int | None = None
 
     @property
     def key(self) -> str:
-        """Name of the unit in the file of results."""
-        return self.column.task
+        """Name of the unit in the file of results, such as "piqa" or "niah_single_1@4096"."""
+        return self.column.task if self.length is None else f"{self.column.task}@{self.length}"
 
 
 SUITES: dict[str, Suite] = {
@@ -76,23 +84,58 @@ SUITES: dict[str, Suite] = {
             Column("swde", "contains", "SWDE"),
         ),
     ),
+    # Gated KalmaNet, appendix F: RULER's tasks of "Synthetic Recall" and "LongQA". Its scores are in charts.
+    "long": Suite(
+        "RULER by generation, and perplexity by length",
+        (
+            *(Column(f"niah_single_{n}", "", f"S-NIAH-{n}") for n in (1, 2, 3)),
+            *(Column(f"niah_multikey_{n}", "", f"MK-NIAH-{n}") for n in (1, 2, 3)),
+            Column("niah_multivalue", "", "MV-NIAH"),
+            Column("niah_multiquery", "", "MQ-NIAH"),
+            Column("ruler_vt", "", "VT"),
+            Column("ruler_cwe", "", "CWE"),
+            Column("ruler_fwe", "", "FWE"),
+            Column("ruler_qa_squad", "", "SQuAD"),
+            Column("ruler_qa_hotpot", "", "HotpotQA"),
+            Column(PERPLEXITY, PERPLEXITY, "perplexity"),
+        ),
+        by_length=True,
+    ),
 }
 
 
-def units_of(suite: str, tasks: Sequence[str] = ()) -> list[Unit]:
+def units_of(
+    suite: str, tasks: Sequence[str] = (), lengths: Sequence[int] = (), text_lengths: Sequence[int] | None = None
+) -> list[Unit]:
     """Return the units of an evaluation, in order.
 
     Args:
         suite: name of a suite.
-        tasks: names of its tasks to run. Default: all.
+        tasks: names of its tasks to run. Default: all; perplexity only with `text_lengths`.
+        lengths: lengths in tokens of the tasks of RULER. Default: 4K to 128K.
+        text_lengths: lengths of perplexity. Default: no text.
 
     Raises:
-        ArgumentError: a name is unknown.
+        ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer, or
+            the suite has no lengths.
     """
     if suite not in SUITES:
         raise unknown_name("suite", suite, SUITES)
-    names = [column.task for column in SUITES[suite].columns]
+    found, names = SUITES[suite], [column.task for column in SUITES[suite].columns]
     for task in tasks:
         if task not in names:
             raise unknown_name("tasks", task, names)
-    return [Unit(column) for column in SUITES[suite].columns if not tasks or column.task in tasks]
+    for name, given in (("lengths", bool(lengths)), ("text", text_lengths is not None)):
+        if given and not found.by_length:
+            raise ArgumentError(name, problem=f"does not apply to the suite {suite!r}", expected="the suite 'long'")
+    for length in lengths:
+        check_positive_int("lengths", length)
+    if PERPLEXITY in tasks and text_lengths is None:
+        raise ArgumentError("text", problem="is missing", expected="a text to compute the perplexity of")
+    wanted = set(tasks) or {name for name in names if name != PERPLEXITY or text_lengths is not None}
+    units: list[Unit] = []
+    for column in found.columns:
+        of_task = (text_lengths or ()) if column.task == PERPLEXITY else (lengths or RULER_LENGTHS)
+        chosen: Sequence[int | None] = of_task if found.by_length else (None,)
+        units += [Unit(column, length) for length in chosen if column.task in wanted]
+    return units

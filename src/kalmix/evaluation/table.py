@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kalmix.evaluation.printed_figures import printed_tables
-from kalmix.evaluation.suites import SUITES
+from kalmix.evaluation.suites import PERPLEXITY, SUITES
 
 MISSING = "-"
 
@@ -51,7 +51,57 @@ def score_tables(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) 
         name: name of the model.
         tasks: records of finished units, as `Results.tasks`.
     """
-    return _comparison(suite, name, tasks)
+    return _by_length(suite, name, tasks) if SUITES[suite].by_length else _comparison(suite, name, tasks)
+
+
+def _by_length(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[ScoreTable]:
+    """Return tables of scores by task and length, of needles by depth and length, and of perplexities by length."""
+    found: dict[str, dict[int, Mapping[str, Any]]] = {}
+    for key, record in tasks.items():
+        task, _, length = key.partition("@")
+        if length:
+            found.setdefault(task, {})[int(length)] = record
+    texts, tables = found.pop(PERPLEXITY, {}), []
+    lengths = sorted({length for records in found.values() for length in records})
+    headings = [f"{length:,}" for length in lengths]
+    if found:
+        rows = [
+            [x.title, *(_score(found[x.task].get(length)) for length in lengths)]
+            for x in SUITES[suite].columns
+            if x.task in found
+        ]
+        counts = {record["rows"] for records in found.values() for record in records.values()}
+        notes = [f"Score in % by length in tokens, from generated text. Rows of a task: {_range(counts)}."]
+        tables.append(ScoreTable(f"RULER: {name}", ["task", *headings], rows, notes))
+    columns = [[found[x].get(length, {}).get("deciles") for x in found] for length in lengths]
+    if any(counts for column in columns for counts in column):
+        rows = [[f"{10 * n}-{10 * n + 10}%", *(_found(column, n) for column in columns)] for n in range(10)]
+        notes = [
+            "Found needles in % by length in tokens, over all needle tasks. Depth 0% is the beginning of the prompt."
+        ]
+        tables.append(ScoreTable(f"Needles by depth: {name}", ["depth", *headings], rows, notes))
+    if texts:
+        order = sorted(texts)
+        rows = [["perplexity", *(f"{texts[length]['scores'][PERPLEXITY]:.3f}" for length in order)]]
+        rows.append(["nats per token", *(f"{texts[length]['scores']['nats_per_token']:.4f}" for length in order)])
+        notes = ["By length of windows in tokens, which do not overlap. All lengths read the same tokens."]
+        tables.append(ScoreTable(f"Perplexity: {name}", ["", *(f"{length:,}" for length in order)], rows, notes))
+    return tables
+
+
+def _score(record: Mapping[str, Any] | None) -> str:
+    return _percent(None if record is None else 100 * record["scores"]["score"])
+
+
+def _found(column: Sequence[Sequence[Mapping[str, int]] | None], decile: int) -> str:
+    """Return the percentage of needles at a depth that were found, in all tasks of a length."""
+    groups = [counts[decile] for counts in column if counts]
+    total = sum(group["needles"] for group in groups)
+    return _percent(100 * sum(group["found"] for group in groups) / total if total else None)
+
+
+def _range(counts: set[int]) -> str:
+    return str(*counts) if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
 
 
 def _comparison(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[ScoreTable]:

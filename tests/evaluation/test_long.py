@@ -1,0 +1,171 @@
+"""The suite "long" of `kalmix eval`: RULER by generation, needles by depth, and perplexity by length."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from kalmix.evaluation.judge import begin_texts
+from kalmix.evaluation.perplexity import perplexity, read_text
+from kalmix.evaluation.ruler import deciles, needles
+from kalmix.models import KalmixForCausalLM
+from kalmix.training.data import read_tokenizer
+from kalmix.training.evaluation import surprisals
+
+from .conftest import WORDS, write_dataset
+
+
+@pytest.fixture(scope="module")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draw, path = random.Random(1), tmp_path_factory.mktemp("text") / "long.txt"
+    path.write_text(" ".join(draw.choices(WORDS, k=400)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def haystacks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with copies of what RULER downloads, small and in the same formats."""
+    folder, draw = tmp_path_factory.mktemp("haystacks"), random.Random(2)
+    sentences = [" ".join(draw.choices(WORDS, k=8)).capitalize() + "." for _ in range(900)]
+    write_dataset(folder, "baber/paul_graham_essays", {"default": {"train": [{"text": " ".join(sentences)}]}})
+    punkt = folder / "nltk_data" / "tokenizers" / "punkt_tab" / "english"
+    punkt.mkdir(parents=True)
+    for name in ("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt"):
+        (punkt / name).write_text("")
+    answers = [{"text": x} for x in ("belief", "evidence")]
+    pages = []
+    for n in range(30):
+        question = {"question": f"What is {n}?", "is_impossible": False, "answers": answers}
+        pages.append({"paragraphs": [{"context": f"Page {n}: {sentences[n]}", "qas": [question] * 20}]})
+    (folder / "dev-v2.0.json").write_text(json.dumps({"data": pages}))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("tasks", "lengths"),
+    [
+        (["niah_single_1"], [1000]),
+        pytest.param(["niah_single_1", "niah_multikey_2"], [1000, 1400], marks=pytest.mark.slow),
+    ],
+)
+def test_needles_are_found_by_generation(kalmix, run_folder: Path, tasks: list, lengths: list, tmp_path: Path):
+    """The mean over a row's needles is the row's score; each needle has its depth."""
+    output = tmp_path / "out"
+    units = ("--tasks", ",".join(tasks), "--lengths", ",".join(map(str, lengths)), "--limit", 2)
+    result = kalmix("eval", run_folder, "--suite", "long", *units, "--data", tmp_path, "--output", output)
+    assert result.status == 0, result.errors
+    found = json.loads((output / "results.json").read_text())["tasks"]
+    assert list(found) == [f"{task}@{n}" for task in tasks for n in lengths]
+    for key, record in found.items():
+        assert record["rows"] == 2
+        rows = [dict(zip(record["needles"]["columns"], row, strict=True)) for row in record["needles"]["rows"]]
+        assert [row["row"] for row in rows] == [0, 1]
+        assert sum(row["score"] for row in rows) / 2 == record["scores"]["score"]
+        assert sum(group["needles"] for group in record["deciles"]) == 2
+        length = int(key.split("@")[1])
+        assert all(0 < row["token"] < row["tokens"] <= length - 128 for row in rows)
+        assert all(row["tokens"] > length / 2 for row in rows)
+    assert "S-NIAH-1" in result.output and "90-100%" in (output / "long.md").read_text()
+
+
+def test_needles_have_positions():
+    """Two needles at a quarter and near the end of a prompt; the answer contains one of them."""
+
+    class Words:
+        """Tokenizer whose tokens are words."""
+
+        def __call__(self, text: str, **options: object) -> dict[str, list[tuple[int, int]]]:
+            starts = [0, *(n + 1 for n, x in enumerate(text) if x == " ")]
+            return {"offset_mapping": [(n, len(text[n:].split(" ")[0]) + n) for n in starts]}
+
+    words = ["hay"] * 20
+    words[5], words[19] = "AB-1", "cd-2"
+    doc = {"index": 3, "input": " ".join(words), "outputs": ["AB-1", "cd-2"]}
+    found = needles([{"doc": doc, "filtered_resps": ["It is ab-1."]}], Words())
+    assert found == [(3, 5, 20, 1), (3, 19, 20, 0)]
+    assert [x.decile for x in found] == [2, 9]
+    counts = deciles(found)
+    assert len(counts) == 10 and counts[2] == {"needles": 1, "found": 1} and counts[9] == {"needles": 1, "found": 0}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["niah_multivalue", "ruler_qa_squad"])
+def test_tasks_read_local_copies(kalmix, run_folder: Path, haystacks: Path, task: str, tmp_path: Path):
+    tasks = ("--tasks", task, "--lengths", "3000", "--limit", 1, "--data", haystacks)
+    result = kalmix("eval", run_folder, "--suite", "long", *tasks, "--output", tmp_path)
+    assert result.status == 0, result.errors
+    record = json.loads((tmp_path / "results.json").read_text())["tasks"][f"{task}@3000"]
+    assert record["rows"] == 1 and 0 <= record["scores"]["score"] <= 1
+    assert ("needles" not in record) or len(record["needles"]["rows"]) == 4
+
+
+def test_perplexity_is_that_of_windows_without_overlap(run_folder: Path, text_file: Path, monkeypatch):
+    """Windows in pieces of 5 tokens, in batches, equal each window alone; all lengths read the same tokens."""
+    monkeypatch.setattr("kalmix.evaluation.perplexity.PIECE", 5)
+    model = KalmixForCausalLM.from_pretrained(run_folder / "model").eval()
+    tokenizer = read_tokenizer(run_folder / "model")
+    begin_texts(tokenizer, model)
+    text = read_text(text_file, tokenizer, run_folder / "model", (12, 24), limit=3)
+    assert len(text.ids) == 72 and text.ids[0] == model.config.bos_token_id
+    for length in text.lengths:
+        nats = torch.cat([surprisals(model, x, window=99) for x in text.ids.view(-1, length)]).double().mean()
+        record = perplexity(model, text, length, batch_size=2)
+        assert record["scores"]["nats_per_token"] == pytest.approx(float(nats), rel=1e-4)
+        assert record["scores"]["perplexity"] == pytest.approx(math.exp(float(nats)), rel=1e-3)
+        assert (record["rows"], record["tokens"]) == (72 // length, 72 - 72 // length)
+
+
+def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file: Path, tmp_path: Path):
+    output = tmp_path / "out"
+    long = ("eval", run_folder, "--suite", "long", "--tasks", "perplexity", "--lengths", "16,64", "--output", output)
+    result = kalmix(*long, "--text", text_file)
+    assert result.status == 0, result.errors
+    first = json.loads((output / "results.json").read_text())["tasks"]
+    assert list(first) == ["perplexity@16", "perplexity@64"]
+    assert f"{first['perplexity@16']['scores']['perplexity']:.3f}" in result.output
+
+    (tmp_path / "corpus").mkdir()
+    for n in range(60):
+        (tmp_path / "corpus" / f"{n}.txt").write_text(f"{n} " + text_file.read_text()[: 100 + n])
+    shards = tmp_path / "shards"
+    options = ("--tokenizer", run_folder / "model", "--held-out", 0.5, "--output", shards)
+    assert kalmix("data", "prepare", tmp_path / "corpus", *options).status == 0
+    result = kalmix(*long, "--text", shards)  # another text: computed again
+    assert result.status == 0, result.errors
+    second = json.loads((output / "results.json").read_text())["tasks"]
+    assert second["perplexity@16"]["text"] != first["perplexity@16"]["text"]
+    (shards / "tokenizer" / "tokenizer.json").rename(tmp_path / "kept.json")
+    manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_sha256": "0" * 64}))
+    result = kalmix(*long, "--text", shards)
+    assert result.status == 2 and "shards of another tokenizer; expected the model's" in result.errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--lengths", "4096"), "`lengths` does not apply to the suite 'kla'"),
+        (("--suite", "long", "--lengths", "many"), "`lengths` is 'many'"),
+        (("--suite", "long", "--lengths", "0"), "`lengths` is 0"),
+        (("--suite", "long", "--tasks", "perplexity"), "`text` is missing"),
+        (("--suite", "long", "--text", "nothing.txt"), "nothing.txt"),
+        (("--suite", "long", "--text", "short.txt"), "which has 2 tokens; expected at least 2,048 tokens"),
+        (("--suite", "long", "--tasks", "niah_single_2", "--data", "."), "lacks the sentence tokenizer punkt_tab"),
+        (("--suite", "long", "--tasks", "ruler_qa_squad", "--data", "."), "dev-v2.0.json is missing"),
+        (("--suite", "long", "--tasks", "ruler_vt", "--data", "."), "`lengths` 4,096 leaves"),
+        (("--suite", "long", "--tasks", "niah_single_1", "--lengths", "200", "--data", "."), "cannot be loaded"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_named(kalmix, run_folder: Path, arguments: tuple, message: str, tmp_path: Path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("a")
+    result = kalmix("eval", run_folder, "--output", "out", *arguments)
+    assert result.status == 2
+    assert message in result.errors
+    assert len(result.errors.strip().splitlines()) == 1
