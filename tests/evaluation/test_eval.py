@@ -135,6 +135,13 @@ def test_folders_without_a_model_are_named(kalmix, tmp_path: Path):
         assert str(folder) in result.errors and len(result.errors.strip().splitlines()) == 1
 
 
+def test_missing_packages_are_named(kalmix, run_folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("kalmix._extras.find_spec", lambda name: None if name == "lm_eval" else True)
+    result = kalmix("eval", run_folder)
+    assert result.status == 1
+    assert "`kalmix eval` needs lm-eval, which is not installed: pip install 'kalmix[eval]'" in result.errors
+
+
 def test_damaged_results_are_named(kalmix, run_folder: Path, tmp_path: Path):
     for content in ("{", "[]", "{}", '{"format": 99}'):
         (tmp_path / "results.json").write_text(content)
