@@ -7,10 +7,13 @@ import pytest
 import torch
 from layers.conftest import LAYERS
 from torch import multiprocessing
+from torch.distributed.device_mesh import init_device_mesh
 
 from distributed import ranks
 from kalmix import ArgumentError, Segments, layers
+from kalmix.distributed import ContextParallel
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
+from kalmix.layers import AdaptiveFilterAttention, Attention, GatedDeltaNet
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.ops import OPS
 
@@ -80,6 +83,29 @@ def test_models_refuse_sequence_parallelism_of_accelerate(name, monkeypatch):
     monkeypatch.setitem(accelerate.state.AcceleratorState._shared_state, "parallelism_config", config)
     with pytest.raises(ArgumentError, match=rf"`{name}` is 2 .*kalmix.distributed.ContextParallel"):
         model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ranks.MODES)
+def test_compiled_layers_take_part(mode):
+    """The exchange itself is not compiled with a ring, and in two phases."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        for layer in (GatedDeltaNet(8, heads=2), Attention(8, heads=2), AdaptiveFilterAttention(8, heads=2)):
+            torch._dynamo.reset()
+            x = torch.randn(1, 32, 8)
+            expected = layer(x)[0]
+            weight = layer.out_proj.weight
+            (grad,) = torch.autograd.grad(expected.square().sum(), weight)
+            compiled = torch.compile(layer, backend="aot_eager")
+            with ContextParallel(mesh, "head-tail", **ranks.MODES[mode]) as cp:
+                y = compiled(cp.shard(x))[0]
+                (found,) = torch.autograd.grad(y.square().sum(), weight)
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

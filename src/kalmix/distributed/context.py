@@ -17,9 +17,14 @@ from kalmix.segments import Segments
 from kalmix.validation import check_bool, check_choice
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTENTION = ("gather", "ring")
+
+
+def _call(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)
 
 
 class ContextParallel:
@@ -100,11 +105,13 @@ class ContextParallel:
             raise ArgumentError("mesh", got=got, expected="a DeviceMesh of one dimension", hint='Try mesh["cp"]')
         if segments is not None and not isinstance(segments, Segments):
             raise ArgumentError("segments", got=f"a {type(segments).__name__}", expected="kalmix.Segments")
-        self.group = mesh.get_group()
-        self.placement = Placement(mesh.get_local_rank(), mesh.size(), layout)
+        self.group: ProcessGroup = mesh.get_group()
+        self.placement: Placement = Placement(mesh.get_local_rank(), mesh.size(), layout)
         self.documents: list[list[int]] | None = None if segments is None else segments.rows.tolist()
         self.attention: str = attention
         self.two_phase: bool = two_phase
+        opted = two_phase or attention == "ring"
+        self.uncompiled: Callable[..., Any] = torch.compiler.disable(_call) if opted else _call  # imports the compiler
         self._calls: dict[tuple[int, int, torch.device], Call] = {}
 
     def __enter__(self) -> Self:

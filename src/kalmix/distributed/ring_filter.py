@@ -62,8 +62,8 @@ def attend_in_ring(call: Call, q: Tensor, k: Tensor, v: Tensor, options: Mapping
     tensors = query, key, value.flatten(3), stack_head_params(keys, values, weighting, dtype)
     given = (*tensors, keys.frequency.to(dtype), value_frequency.to(dtype), token_times, ranks)
     config = score_config(values, weighting)
-    results: Any = _RingFilter.apply(config, variance, call.ring(weighting.window), *given)
-    output, log_precision, unknown = results
+    settings = config, variance, call.ring(weighting.window)
+    output, log_precision, unknown = call.context.uncompiled(_RingFilter.apply, *settings, *given)
     mean = rotate(output.unflatten(3, value.shape[3:]), token_times, frequencies[1], forward=True).flatten(2, 3)
     mean = torch.where(inside, mean.masked_fill(unknown[..., None, None], torch.nan), 0).to(v.dtype)
     if not variance:

@@ -70,10 +70,8 @@ def filter_in_two_phases(
     """
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
-    outputs: Any = _TwoPhases.apply(
-        MemoryCall(call, op, function, lower, options, tuple(tensors)), *tokens, *tensors.values()
-    )
-    mean, variance, *belief = outputs
+    memory = MemoryCall(call, op, function, lower, options, tuple(tensors))
+    mean, variance, *belief = call.context.uncompiled(_TwoPhases.apply, memory, *tokens, *tensors.values())
     return Filtered(mean, variance, op.belief(*belief))
 
 
