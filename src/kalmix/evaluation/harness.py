@@ -22,12 +22,12 @@ with optional_imports():
     from datasets import config
     from huggingface_hub import constants
     from lm_eval import evaluator
+    from lm_eval.tasks import TaskManager
 
 from kalmix.errors import ArgumentError
 from kalmix.evaluation.judge import Judge
 
 lm_evaluate: Any = evaluator.evaluate  # its decorator hides its type
-TaskManager = lm_eval.tasks.TaskManager
 FOLDERS = (  # of the suites' tasks in lm-eval; an index of all its tasks takes long
     *("arc", "fda", "hellaswag", "lambada", "openbookqa", "piqa", "ruler", "sciq", "super_glue", "swde", "winogrande"),
 )
