@@ -47,6 +47,11 @@ def test_a_row_holds_the_measurements_of_tokens(name: str, mode: str) -> None:
     assert found["tokens_per_s"] == pytest.approx(2e3 / found["ms"])
 
 
+def test_steps_that_are_not_captured_are_no_row() -> None:
+    found = measure.measure_row(cell("gated-deltanet", "captured"), CPU, lambda: None, limit=60)
+    assert found["status"] == "failed" and "the model is on cpu" in found["reason"]
+
+
 def test_state_bytes_are_those_of_the_cache() -> None:
     """Two layers of Llama hold keys and values of every token but the last; ours hold the same for any prompt."""
     tokens, width = TINY.seq_len + 8 - 1, TINY.hidden_size
@@ -78,6 +83,7 @@ def test_held_bytes_count_each_storage_once() -> None:
 def test_peers_without_a_static_cache_have_no_such_rows() -> None:
     names = ["gated-deltanet", "fla kda", "llama"]
     cells = make_cells(names, ["dynamic", "static"], [TINY], (8, "gpu", None))
+    assert len(make_cells(names, ["captured"], [TINY], (8, "gpu", None))) == 1
     assert len(cells) == 5 and not [x for x in cells if x.model == "fla kda" and x.mode == "static"]
 
 

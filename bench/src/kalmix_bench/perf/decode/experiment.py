@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.perf.decode import report
-from kalmix_bench.perf.decode.protocol import CACHES, MODELS, DecodeCell, make_cells
+from kalmix_bench.perf.decode.protocol import CACHES, DEFAULT_CACHES, MODELS, DecodeCell, make_cells
 from kalmix_bench.perf.model_rows import Hardware, ModelRows, deadline_after, measure_rows, report_rows
 from kalmix_bench.perf.models.protocol import PEERS, PRESETS
 from kalmix_bench.runner import options
@@ -49,8 +49,12 @@ class Decode(ModelRows[DecodeCell]):
 def run(
     rows: Annotated[str, typer.Option(help="Models, separated by commas. Default: all, and those of --peers.")] = "",
     caches: Annotated[
-        str, typer.Option(help="dynamic, static (compiled by transformers on a GPU), or both, separated by a comma.")
-    ] = ",".join(CACHES),
+        str,
+        typer.Option(
+            help="dynamic, static (compiled by transformers on a GPU) and captured (steps in a CUDA graph; layers of "
+            "kalmix only), separated by commas."
+        ),
+    ] = ",".join(DEFAULT_CACHES),
     peers: Annotated[bool, typer.Option(help="Add the models of flash-linear-attention and transformers.")] = True,
     preset: Annotated[str, typer.Option(help="paper: 340 to 420 million parameters. laptop: for a CPU.")] = "laptop",
     batches: Annotated[str, typer.Option(help="Numbers of prompts. Default: 1,64 with the preset paper.")] = "",

@@ -5,13 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kalmix.models import capture_decoding
 from kalmix_bench.perf.decode.protocol import DecodeCell
 from kalmix_bench.perf.host_lock import hold
 from kalmix_bench.perf.models.build import build
@@ -74,15 +77,25 @@ def inference_model(cell: DecodeCell, device: torch.device) -> nn.Module:
 def generate(model: Any, prompt: Tensor, cell: DecodeCell, clock: Clock | None = None) -> Any:
     """Continue the prompts greedily by `cell.steps` tokens; return transformers' output with its cache."""
     tokens = {"max_new_tokens": cell.steps, "min_new_tokens": cell.steps, "do_sample": False}
-    return model.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        cache_implementation=None if cell.mode == "dynamic" else cell.mode,
-        streamer=clock or Clock(),
-        return_dict_in_generate=True,
-        pad_token_id=0,
-        **tokens,
-    )
+    with _captured(model) if cell.mode == "captured" else nullcontext():
+        return model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            cache_implementation="static" if cell.mode == "static" else None,
+            streamer=clock or Clock(),
+            return_dict_in_generate=True,
+            pad_token_id=0,
+            **tokens,
+        )
+
+
+@contextmanager
+def _captured(model: Any) -> Iterator[None]:
+    """Capture decoding steps; raise the warning of `capture_decoding` as an error if they cannot be captured."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Decoding steps are not captured")
+        with capture_decoding(model):
+            yield
 
 
 def _tokens(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> dict[str, Any]:

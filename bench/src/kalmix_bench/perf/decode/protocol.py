@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kalmix_bench.perf.models.protocol import MODELS, ModelCell, ModelSize
+from kalmix_bench.perf.models.protocol import MODELS, PEERS, ModelCell, ModelSize
 
-CACHES = ("dynamic", "static")  # of `generate(cache_implementation=...)`; transformers compiles the model for "static"
+# "dynamic" and "static" are of `generate(cache_implementation=...)`; transformers compiles the model for "static".
+# "captured" replays a CUDA graph of each step: `kalmix.models.capture_decoding`.
+CACHES = ("dynamic", "static", "captured")
+DEFAULT_CACHES = ("dynamic", "static")
 WITHOUT_STATIC_CACHE = ("fla gated-deltanet", "fla kda")
 
 
@@ -40,8 +43,8 @@ def make_cells(
         for size in sizes
         for mode in modes
         for name in names
-        if mode == "dynamic" or name not in WITHOUT_STATIC_CACHE
+        if mode == "dynamic" or name not in (WITHOUT_STATIC_CACHE if mode == "static" else PEERS)
     ]
 
 
-__all__ = ["CACHES", "MODELS", "DecodeCell", "make_cells"]
+__all__ = ["CACHES", "DEFAULT_CACHES", "MODELS", "DecodeCell", "make_cells"]
