@@ -5,9 +5,9 @@ import torch
 
 from kalmix import ops
 from kalmix.beliefs import HistoryBelief
-from kalmix.ops._attend import chunked
 from kalmix.ops._attend.kv_layout import RANK_STRIDE, make_layout
 from kalmix.ops._attend.scores import ScoreConfig
+from kalmix.ops._attend.tiles import TileInputs
 from kalmix.ops._attend.visible_slots import KEY_BLOCK
 from kalmix.ops._dense.sequence_batching import SequenceBatch
 from kalmix.ops._shared import batching
@@ -78,7 +78,7 @@ def test_attend_visits_keys_of_the_sequences_of_a_tile(lengths, causal, window):
     rank, sequence = ranks(lengths)
     tokens, config = rank.shape[1], ScoreConfig(True, True, causal, RANK_STRIDE // 2 if window is None else window)
     x, none = torch.zeros(1, tokens, 1, 2), torch.zeros(11, 1)
-    inputs = chunked._TileInputs.of(x, x, x, rank.double(), rank, none, config)
+    inputs = TileInputs.of(x, x, x, rank.double(), rank, none, config)
     start, stop = (lengths.cumsum(0) - lengths)[sequence], lengths.cumsum(0)[sequence]
     token = torch.arange(tokens)
     first = start if window is None else torch.maximum(start, token - window + 1)
