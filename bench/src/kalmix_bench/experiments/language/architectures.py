@@ -13,7 +13,6 @@ import torch
 
 from kalmix.errors import ArgumentError, unknown_name
 from kalmix.layers import MIXERS
-from kalmix.models import KalmixConfig, KalmixForCausalLM
 
 Block = dict[str, Any]  # entry of `Recipe.layers`
 ATTENTION = "attention"
@@ -98,6 +97,8 @@ def _stack(name: str, depth: int, mlp: int) -> tuple[Block, ...]:
 
 
 def _count(blocks: tuple[Block, ...], size: ModelSize) -> int:
+    from kalmix.models import KalmixConfig, KalmixForCausalLM  # imports transformers
+
     config = KalmixConfig(
         vocab_size=size.vocab_size, hidden_size=size.hidden_size, layers=list(blocks), tie_word_embeddings=True
     )

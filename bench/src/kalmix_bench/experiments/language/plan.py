@@ -8,7 +8,6 @@ from rich import box
 from rich.table import Table
 
 from kalmix.errors import ArgumentError
-from kalmix.training.estimates import peak_flops
 from kalmix_bench.experiments.language.architectures import compress, describe, make_blocks
 from kalmix_bench.experiments.language.protocol import LanguageCell
 from kalmix_bench.runner.cells import Row
@@ -35,6 +34,8 @@ def plan_table(
         mfu: assumed fraction of its peak.
         rows: finished rows; the rate of a layer on this GPU replaces the assumed one.
     """
+    from kalmix.training.estimates import peak_flops  # imports transformers
+
     peak = peak_flops(gpu, bf16=True)
     if peak is None:
         raise ArgumentError("gpu", got=repr(gpu), expected="a GPU whose peak is known, such as 'H200'")

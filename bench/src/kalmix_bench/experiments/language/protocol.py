@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kalmix.errors import ArgumentError
 from kalmix.training.batching import plan_batches
-from kalmix.training.estimates import Estimate, estimate
 from kalmix.training.recipe import Recipe
 from kalmix.validation import check_choice
 from kalmix_bench.experiments.language.architectures import (
@@ -18,6 +17,9 @@ from kalmix_bench.experiments.language.architectures import (
     make_blocks,
 )
 from kalmix_bench.runner.cells import Row
+
+if TYPE_CHECKING:
+    from kalmix.training.estimates import Estimate
 
 TUNE, MAIN = "tune", "main"
 STAGES = (TUNE, MAIN)
@@ -186,6 +188,8 @@ class LanguageCell:
 
     def estimate(self) -> Estimate:
         """Return the size and the work of the run on one device."""
+        from kalmix.training.estimates import estimate  # imports transformers
+
         recipe = self.recipe("shards")
         return estimate(recipe, plan_batches(recipe, 1))
 
