@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from kalmix.errors import ArgumentError, unknown_name
-from kalmix.layers import MIXERS
 
 Block = dict[str, Any]  # entry of `Recipe.layers`
 ATTENTION = "attention"
@@ -74,7 +73,7 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
     base = name.removesuffix(HYBRID)
     if base not in OPTIONS or name == ATTENTION + HYBRID:
         raise unknown_name("layer", name, LAYERS)
-    bare = MIXERS[OPTIONS[base]["mixer"]].includes_mlp
+    bare = _includes_mlp(OPTIONS[base]["mixer"])
     if bare and base == name:
         one, two = (_count(_stack(name, blocks, 0), size) for blocks in (1, 2))
         return _stack(name, max(1, 1 + round((size.parameters - one) / (two - one))), 0)
@@ -90,10 +89,16 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
 def _stack(name: str, depth: int, mlp: int) -> tuple[Block, ...]:
     """Return blocks of a model, with MLPs of this width behind layers that need one."""
     options = OPTIONS[name.removesuffix(HYBRID)]
-    own = options if MIXERS[options["mixer"]].includes_mlp else {**options, "mlp": mlp}
+    own = options if _includes_mlp(options["mixer"]) else {**options, "mlp": mlp}
     attention = {**OPTIONS[ATTENTION], "mlp": mlp}
     hybrid = name.endswith(HYBRID)
     return tuple(dict(attention if hybrid and n % EVERY == EVERY - 1 else own) for n in range(depth))
+
+
+def _includes_mlp(mixer: str) -> bool:
+    from kalmix.layers import MIXERS  # slow to import
+
+    return MIXERS[mixer].includes_mlp
 
 
 def _count(blocks: tuple[Block, ...], size: ModelSize) -> int:
