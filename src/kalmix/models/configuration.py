@@ -184,6 +184,7 @@ class KalmixConfig(PreTrainedConfig):
             check_number("logit_cap", self.logit_cap)
         check_choice("propagate", self.propagate, PROPAGATIONS)
         super().__post_init__(**kwargs)
+        vars(self).pop("base_model_tp_plan", None)  # transformers 5.17 gives a tied embedding a plan of its own
         classes = {"AutoConfig": "KalmixConfig", **AUTO_CLASSES}
         self.auto_map: dict[str, str] = {auto: f"{REMOTE_MODULE}.{name}" for auto, name in classes.items()}
 
