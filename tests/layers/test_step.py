@@ -35,9 +35,9 @@ def rebuild(state, tensors):
     return type(state)(*(rebuild(x, tensors) for x in state))
 
 
-def check_layer(layer, dtype=torch.float64, bound=1e-9):
+def check_layer(layer, dtype=torch.float64, bound=1e-9, device="cpu"):
     """Check steps of a layer with a scheduler; its state is a flat tuple of tensors there."""
-    layer = layer.to(dtype).requires_grad_(False)
+    layer = layer.to(device, dtype).requires_grad_(False)
     example = layer.state_pool(1)
     names = [f"x{index}" for index, _ in enumerate(leaves(example))]
     flat = type("Flat", (namedtuple("Flat", names),), {"take": lambda self, index: flat(*(x[index] for x in self))})
@@ -52,7 +52,7 @@ def check_layer(layer, dtype=torch.float64, bound=1e-9):
         y, state = layer(signals.v, nested(prior))
         return Filtered(y, None, flat(*leaves(state)))
 
-    x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype)
+    x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype, device=device)
     workload = make_workload(Inputs(x), flat(*leaves(layer.state_pool(SEQUENCES))))
     check_steps(step, alone, workload, [bound] * (1 + len(names)), same_bits=False)
 
@@ -82,7 +82,7 @@ def test_triton_steps_agree_with_each_sequence_alone(kind):
         return result
 
     layer.kernel, layer.forward = "triton", alone
-    check_layer(layer, torch.float32, 1e-4)
+    check_layer(layer, torch.float32, 1e-4, "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def test_prefilled_states_are_stored_in_a_pool():

@@ -271,7 +271,8 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
     results = [
         step(replace_fields(signals, **fields), pool) for fields, pool in zip((one, strided), pools, strict=True)
     ]
-    same = torch.equal if kernel == "triton" else torch.allclose  # cuBLAS may sum strided matrices in another order
+    # cuBLAS, and a kernel that a GPU compiles for other strides, may round in another order.
+    same = torch.equal if (kernel, DEVICE) == ("triton", "cpu") else partial(torch.allclose, rtol=1e-5, atol=1e-6)
     assert same(results[0].mean, results[1].mean)
     assert all(map(same, *pools))
 
@@ -279,7 +280,7 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
 @pytest.mark.parametrize("name", ["delta", "attend"])
 def test_stored_beliefs_leave_the_pool_without_gradients(name):
     _, signals, prior = problem(name, torch.float32)
-    one = torch.zeros(1, dtype=torch.int64)
+    one = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     pool = pool_of(signals, prior) or prior.take(one.expand(12))
     belief = type(prior)(*(x.clone().requires_grad_() if x.is_floating_point() else x for x in prior.take(one)))
     steps.store(pool, one, belief)
@@ -289,7 +290,7 @@ def test_stored_beliefs_leave_the_pool_without_gradients(name):
 def test_server_refuses_a_pool_without_a_free_slot():
     _, signals, prior = problem("delta", torch.float32)
     with pytest.raises(ArgumentError, match="`pool` has 4 slots; expected more than 4"):
-        Server(make_workload(signals, prior), prior.take(torch.zeros(4, dtype=torch.int64)), rows=4)
+        Server(make_workload(signals, prior), prior.take(torch.zeros(4, dtype=torch.int64, device=DEVICE)), rows=4)
 
 
 def test_slots_that_conflict_are_refused():

@@ -25,6 +25,8 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_parts_are_measured_and_missing_peers_have_a_reason(kalmix, tmp_path: Path, monkeypatch) -> None:
     for library in ("fla", "liger_kernel"):
+        for module in [name for name in sys.modules if name.startswith(f"{library}.")]:
+            monkeypatch.delitem(sys.modules, module)
         monkeypatch.setitem(sys.modules, library, None)
     result = kalmix("bench", "perf", "parts", "--no-compiled", "--device", "cpu", "--output", tmp_path)
     assert result.status == 0, result.errors
