@@ -146,7 +146,7 @@ def _map_tile_grads(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _scan_tile_grads(
-    maps, grad_exits, grad_final_mean, grad_final_var, grad_mean, grad_var, tile_ranges, tiles,
+    maps, grad_exits, grad_final_mean, grad_final_var, grad_mean, grad_var, sequence_table, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -159,7 +159,7 @@ def _scan_tile_grads(
     gm = load_belief(grad_final_mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
     gs = load_belief(grad_final_var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, real)
     if PACKED:
-        first, end = tl.load(tile_ranges + 2 * sequence), tl.load(tile_ranges + 2 * sequence + 1)
+        first, end = tl.load(sequence_table + 5 * sequence), tl.load(sequence_table + 5 * sequence + 3)
     else:
         first, end = sequence * tiles, sequence * tiles + tiles
     plane = G * V * P
@@ -231,7 +231,7 @@ def backward(
     grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
     arguments = (
-        maps, grad_exits, grad_final_mean, grad_final_var, prior_mean, prior_var, plan.tile_ranges, plan.tiles,
+        maps, grad_exits, grad_final_mean, grad_final_var, prior_mean, prior_var, plan.sequence_table, plan.tiles,
         *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
     )  # fmt: skip
     options = {"BLOCK": narrow_block, "num_warps": 4, **common}

@@ -152,7 +152,7 @@ def _map_tiles(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _scan_tiles(
-    maps, entries, mean, var, tile_ranges, tiles,
+    maps, entries, mean, var, sequence_table, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _scan_tiles(
     m = load_belief(mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
     x = load_belief(var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, real)
     if PACKED:
-        first, end = tl.load(tile_ranges + 2 * sequence), tl.load(tile_ranges + 2 * sequence + 1)
+        first, end = tl.load(sequence_table + 5 * sequence), tl.load(sequence_table + 5 * sequence + 3)
     else:
         first, end = sequence * tiles, sequence * tiles + tiles
     plane = G * V * P
@@ -323,7 +323,7 @@ def forward(
             entries,
             mean,
             var,
-            plan.tile_ranges,
+            plan.sequence_table,
             plan.tiles,
             *mean.stride(),
             *var.stride(),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
+from kalmix.ops._shared.triton.tiles import make_tile_tables
 from kalmix.segments import Segments
 
 PREFETCH = 4  # tokens whose signals are loaded while the tokens before them are computed
@@ -25,7 +25,8 @@ class TilePlan(NamedTuple):
         tile_table: int64 `[num_tiles, 5]` (sequence, first token in the flattened batch, number of tokens, whether the
             tile is the last of its sequence, index of its first stored belief); a placeholder without segments, where
             kernels compute these numbers.
-        tile_ranges: int64 `[N, 2]`, first tile of each sequence and the one after its last, or a placeholder.
+        sequence_table: int64 `[N, 5]` (first tile, first token, number of tokens, last tile plus 1, index of the first
+            stored belief), or a placeholder.
         single_tile: whether no sequence has more than one tile.
     """
 
@@ -33,7 +34,7 @@ class TilePlan(NamedTuple):
     tiles: int
     num_tiles: int
     tile_table: Tensor
-    tile_ranges: Tensor
+    sequence_table: Tensor
     single_tile: bool
 
 
@@ -43,16 +44,8 @@ def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, pl
     if segments is None:
         tiles = -(-length // size)
         return TilePlan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
-    found = segments.tiles(batch, length, size)
-    tokens = (segments.rows[:, 2] - segments.rows[:, 1]).long()
-    tile_counts, stored_counts = (tokens + size - 1) // size, (tokens + CHUNK - 1) // CHUNK
-    end = found.last + 1
-    position = torch.arange(len(found.token), device=tokens.device) - (end - tile_counts)[found.sequence]
-    last = (position + 1 == tile_counts[found.sequence]) & (found.count > 0)
-    first_stored = (stored_counts.cumsum(0) - stored_counts)[found.sequence] + position * (size // CHUNK)
-    tile_table = torch.stack([found.sequence, found.token, found.count, last, first_stored], dim=1)
-    tile_ranges = torch.stack([end - tile_counts, end], dim=1)
-    return TilePlan(size, len(tile_table), len(tile_table), tile_table, tile_ranges, length <= size)
+    tile_table, sequence_table = make_tile_tables(segments.rows, batch, length, size, CHUNK)
+    return TilePlan(size, len(tile_table), len(tile_table), tile_table, sequence_table, length <= size)
 
 
 def tile_size(length: int, warps: int, resident: int) -> int:

@@ -11,8 +11,11 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.segments import Segments
 
+TILES_PER_STEP = 64  # rows of a tile table that a program writes at once
+MIN_TABLE_PROGRAMS = 512  # programs that write a tile table, if there are fewer sequences
 UNSPECIALIZED = ["length", "tiles"]  # integer arguments whose values must not cause a new compilation
 
 
@@ -44,12 +47,101 @@ def tile_sequences(batch: int, length: int, size: int, segments: Segments | None
     if segments is None:
         tiles = -(-length // size)
         return Tiling(size, tiles, batch * tiles, batch, placeholder, placeholder, False)
-    found = segments.tiles(batch, length, size)
-    row, start, stop = segments.rows.long().unbind(1)
-    counts = (stop - start + size - 1) // size
-    sequence_table = torch.stack([counts.cumsum(0) - counts, row * length + start, stop - start], dim=1)
-    tile_table = torch.stack([found.token, found.count], dim=1)
+    tile_table, sequence_table = make_tile_tables(segments.rows, batch, length, size)
     return Tiling(size, len(tile_table), len(tile_table), segments.count, tile_table, sequence_table, True)
+
+
+def make_tile_tables(
+    rows: Tensor, batch: int, length: int, size: int, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Divide packed sequences into tiles of `size` tokens, in two launches; unused tiles come last.
+
+    Args:
+        rows: rows of `Segments`, `[N, 3]`.
+        batch: B.
+        length: T.
+        size: tokens per tile.
+        chunk: tokens per chunk, which divides `size`; adds columns to the tables. The chunks of all sequences are
+            numbered in order.
+
+    Returns:
+        The tables of `Tiling`. With `chunk`, the rows of the first are (sequence, first token in the flattened batch,
+        number of tokens, whether the tile is the last of its sequence, first chunk), 0 if unused, and those of the
+        second have two more columns: the last tile plus 1 and the first chunk.
+    """
+    rows, count = rows.contiguous(), rows.shape[0]
+    num_tiles = batch * length // size + count if count else 0  # an upper bound known without reading lengths
+    columns = (2, 3) if chunk is None else (5, 5)
+    tile_table, sequence_table = (
+        rows.new_empty(n, m, dtype=torch.int64) for n, m in zip((num_tiles, count), columns, strict=True)
+    )
+    if count:
+        divisors, compiled = (size, size if chunk is None else chunk), {"CHUNKS": chunk is not None}
+        args = (rows, sequence_table, count, length, *divisors)
+        Launch(number_tiles_kernel, (1,), args, compiled | {"BLOCK": 1024, "num_warps": 8}).run()
+        turns = max(1, min(-(-length // (size * TILES_PER_STEP)), MIN_TABLE_PROGRAMS // count))
+        args = (sequence_table, tile_table, count, num_tiles, *divisors)
+        Launch(tile_table_kernel, (count, turns), args, compiled | {"BLOCK": TILES_PER_STEP, "num_warps": 1}).run()
+    return tile_table, sequence_table
+
+
+@triton.jit(do_not_specialize=["sequences", "length", "size", "chunk"])
+def number_tiles_kernel(
+    rows, sequence_table, sequences, length, size, chunk, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the table of sequences in one program."""
+    columns: tl.constexpr = 5 if CHUNKS else 3
+    tiles, chunks = tl.zeros([], tl.int64), tl.zeros([], tl.int64)
+    for start in range(0, sequences, BLOCK):
+        n = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        inside = n < sequences
+        row = tl.load(rows + n * 3, mask=inside, other=0).to(tl.int64)
+        first = tl.load(rows + n * 3 + 1, mask=inside, other=0)
+        tokens = tl.load(rows + n * 3 + 2, mask=inside, other=0) - first
+        own_tiles = tl.cdiv(tokens, size).to(tl.int64)
+        end_tile, out = tiles + tl.cumsum(own_tiles, 0), sequence_table + n * columns
+        tl.store(out, end_tile - own_tiles, mask=inside)
+        tl.store(out + 1, row * length + first, mask=inside)
+        tl.store(out + 2, tokens.to(tl.int64), mask=inside)
+        tiles += tl.sum(own_tiles, 0)
+        if CHUNKS:
+            own_chunks = tl.cdiv(tokens, chunk).to(tl.int64)
+            tl.store(out + 3, end_tile, mask=inside)
+            tl.store(out + 4, chunks + tl.cumsum(own_chunks, 0) - own_chunks, mask=inside)
+            chunks += tl.sum(own_chunks, 0)
+
+
+@triton.jit(do_not_specialize=["sequences", "num_tiles", "size", "chunk"])
+def tile_table_kernel(
+    sequence_table, tile_table, sequences, num_tiles, size, chunk, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Write the tiles of one sequence to the table of tiles, and a share of its unused rows."""
+    columns: tl.constexpr = 5 if CHUNKS else 3
+    out_columns: tl.constexpr = 5 if CHUNKS else 2
+    sequence, turn, turns = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    own = sequence_table + sequence.to(tl.int64) * columns
+    first_tile, first_token, tokens = tl.load(own), tl.load(own + 1), tl.load(own + 2).to(tl.int32)
+    tiles = tl.cdiv(tokens, size)
+    for start in range(turn * BLOCK, tiles, turns * BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        inside = (index < tiles) & (first_tile + index < num_tiles)
+        token, count = first_token + index.to(tl.int64) * size, tl.minimum(tokens - index * size, size).to(tl.int64)
+        out = tile_table + (first_tile + index) * out_columns
+        if CHUNKS:
+            tl.store(out, tl.zeros([BLOCK], tl.int64) + sequence, mask=inside)
+            tl.store(out + 1, token, mask=inside)
+            tl.store(out + 2, count, mask=inside)
+            tl.store(out + 3, (index + 1 == tiles).to(tl.int64), mask=inside)
+            tl.store(out + 4, tl.load(own + 4) + index * (size // chunk), mask=inside)
+        else:
+            tl.store(out, token, mask=inside)
+            tl.store(out + 1, count, mask=inside)
+    last = sequence_table + tl.cast(sequences - 1, tl.int64) * columns
+    used = (tl.load(last) + tl.cdiv(tl.load(last + 2), size)).to(tl.int32)
+    for start in range(used + (sequence * turns + turn) * BLOCK, num_tiles, sequences * turns * BLOCK):
+        tile = (start + tl.arange(0, BLOCK)).to(tl.int64)
+        for column in tl.static_range(out_columns):
+            tl.store(tile_table + tile * out_columns + column, tl.zeros([BLOCK], tl.int64), mask=tile < num_tiles)
 
 
 @lru_cache(maxsize=64)
