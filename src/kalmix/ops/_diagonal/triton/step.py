@@ -17,7 +17,7 @@ from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.step import contiguous_width, row_strides
 
-CELLS = 1024  # cells of a program
+CELLS = 512  # cells of a program
 
 
 @triton.jit

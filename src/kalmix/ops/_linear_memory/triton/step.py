@@ -88,7 +88,7 @@ def step(
 
 def columns(width: int) -> int:
     """Return the columns of a program."""
-    return min(16, triton.next_power_of_2(width))
+    return min(32, triton.next_power_of_2(width))
 
 
 def sizes(keys: int, width: int) -> dict[str, int]:
