@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import StaticCache
 
-from kalmix import ArgumentError
+from kalmix import ArgumentError, checks
 from kalmix.models import KalmixModel, capture_decoding
 
 from .conftest import build, tokens
@@ -22,21 +22,24 @@ STATIC = {"max_new_tokens": 7, "do_sample": False}
 class Tape(TorchDispatchMode):
     """Stand-in for a CUDA graph: it records operations, undoes what they wrote, and repeats them in the same memory.
 
-    Python code runs only while it captures. Numbers that the host has read stay as they were then.
+    Python code runs only while it captures. As in a CUDA graph, the host cannot read a number then, by `item` for one.
     """
+
+    HOST_READS = (torch.ops.aten._local_scalar_dense, torch.ops.aten.equal)
 
     def __init__(self):
         super().__init__()
         self.calls, self.before = [], {}
 
     def capture(self, function):
-        with self:
+        with self, checks(False):
             output = function()
         for storage, contents in self.before.values():
             storage.copy_(contents)
         return output
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in self.HOST_READS, "the host reads a number"
         kwargs = kwargs or {}
         arguments = zip(func._schema.arguments, [*args, *kwargs.values()], strict=False)
         named = {x.name: x for x in func._schema.arguments}

@@ -39,9 +39,19 @@ class CudaGraph:
         self.graph: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
 
     def capture(self, function: Callable[[], Any]) -> Any:
-        """Record the kernels that a function launches."""
-        with torch.cuda.graph(self.graph):
-            return function()
+        """Record the kernels that a function launches.
+
+        Raises:
+            RuntimeError: the function did what a graph cannot hold, such as reading a number back to the host.
+        """
+        try:
+            with torch.cuda.graph(self.graph):
+                return function()
+        except RuntimeError:
+            # A failed capture leaves the generator of random numbers in its state of capturing. Another one ends it.
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                torch.zeros(1, device="cuda")
+            raise
 
     def replay(self) -> None:
         """Launch the recorded kernels."""

@@ -196,12 +196,12 @@ def store_rows(pool: tuple[Any, ...], slots: Slots, states: tuple[Any, ...]) -> 
     """
     read, write = slots
     writes = (read >= 0) & (write >= 0)
-    first = writes.int().argmax()
+    first, any_writes = writes.int().argmax(), writes.any()
     row = torch.where(writes, torch.arange(writes.shape[0], device=writes.device), first)
     index = write[row].clamp(min=0).long()
     for buffer, state in zip(pool, states, strict=True):
         kept = buffer.index_select(0, index)
-        buffer.index_copy_(0, index, torch.where(writes[first], state[row].to(buffer.dtype), kept))
+        buffer.index_copy_(0, index, torch.where(any_writes, state[row].to(buffer.dtype), kept))
 
 
 def fill_output(result: Filtered, slots: Slots, out: Filtered | None) -> Filtered:
