@@ -2,12 +2,13 @@
 
 import copy
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import StaticCache
+from transformers import DynamicCache, StaticCache
 
 from kalmix import ArgumentError, checks
 from kalmix.models import KalmixModel, capture_decoding
@@ -162,6 +163,47 @@ def test_steps_update_buffers_in_place(monkeypatch):
         assert copied == ["AttentionState"] and step.captures == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     assert [layer.rows is not None for layer in cache.layers] == [True, True, True, False]
+
+
+def test_generation_captures_by_itself():
+    """On a GPU; here a tape stands in for the graph. Calls that need another cache run as usual."""
+    model, options = build("hybrid"), {**prompts(6, 3), "max_new_tokens": 9, "do_sample": False}
+    expected, captures = model.generate(**options), []
+
+    class Counted(Tape):
+        def capture(self, function):
+            captures.append(1)
+            return super().capture(function)
+
+    model.graph = Counted
+    for count in (1, 2):
+        assert torch.equal(model.generate(**options), expected)
+        assert len(captures) == count and model.decoding_step is None
+    plain = [{"cache_implementation": "dynamic"}, {"disable_compile": True}, {"use_cache": False}]
+    for more in [*plain, {"past_key_values": DynamicCache(config=model.config)}]:
+        assert torch.equal(model.generate(**options | more), expected)
+    assert torch.equal(model.generate(**options | {"max_new_tokens": 7}), expected[:, :-2])
+    returned = model.generate(**options, return_dict_in_generate=True)
+    assert torch.equal(returned.sequences, expected) and isinstance(returned.past_key_values, DynamicCache)
+    one = {"inputs": tokens(1, 4), "max_new_tokens": 9}
+    expected = model.generate(**one, disable_compile=True)
+    assert torch.equal(model.generate(**one, assistant_model=build("kla")), expected)
+    assert len(captures) == 2
+    model.train()
+    model.generate(**options)
+    assert len(captures) == 2
+
+
+def test_other_threads_run_as_usual():
+    """A thread that generates while another one does uses no graph, and neither result changes."""
+    model, ids = build("hybrid"), [tokens(1, 5), tokens(1, 5, seed=2)]
+    expected = [model.generate(x, **STATIC) for x in ids]
+    with capture_decoding(model, Tape) as step, ThreadPoolExecutor(1) as pool:
+        model.generate(ids[0], **STATIC)
+        captures, replays = step.captures, step.replays
+        assert torch.equal(pool.submit(model.generate, ids[1], **STATIC).result(), expected[1])
+        assert (step.captures, step.replays) == (captures, replays)
+        assert torch.equal(model.generate(ids[0], **STATIC), expected[0])
 
 
 def test_refusals():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -45,11 +46,11 @@ class CudaGraph:
             RuntimeError: the function did what a graph cannot hold, such as reading a number back to the host.
         """
         try:
-            with torch.cuda.graph(self.graph):
+            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):  # other threads may allocate memory
                 return function()
         except RuntimeError:
             # A failed capture leaves the generator of random numbers in its state of capturing. Another one ends it.
-            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 torch.zeros(1, device="cuda")
             raise
 
@@ -67,18 +68,23 @@ class CapturedStep:
     Args:
         forward: `forward` of the model.
         graph: function without arguments that returns a new `Graph`.
+        automatic: whether `generate` itself asked for it. It then leaves calls alone for which a static cache or a
+            capture would be a surprise or a loss.
 
     Attributes:
         captures: number of captures.
         replays: number of steps that ran as a replay.
         refusal: why nothing is captured; `None` if it is.
+        thread: the thread whose steps are captured.
         cache: cache whose buffers the next call of `generate` uses again; `None` if there is none.
         keep_cache: whether the cache of the present call of `generate` may be used again.
     """
 
-    def __init__(self, forward: Callable[..., Any], graph: Callable[[], Graph]) -> None:
+    def __init__(self, forward: Callable[..., Any], graph: Callable[[], Graph], automatic: bool = False) -> None:
         self.forward = forward
         self.make_graph = graph
+        self.automatic = automatic
+        self.thread: int = threading.get_ident()
         self.captures: int = 0
         self.replays: int = 0
         self.refusal: str | None = None
@@ -138,24 +144,30 @@ class CapturedStep:
 
 
 @contextmanager
-def capture_decoding(model: Any, graph: Callable[[], Graph] | None = None) -> Iterator[CapturedStep]:
-    """Let `generate` use static buffers and a decoding step that is captured in a CUDA graph.
+def capture_decoding(
+    model: Any, graph: Callable[[], Graph] | None = None, automatic: bool = False
+) -> Iterator[CapturedStep]:
+    """Let `generate` use static buffers and a decoding step that is captured in a CUDA graph, over several calls.
 
-    **It is tested on a CPU with a stand-in for the graph, and has not run on a GPU yet.** Inside the context,
+    On a GPU, `generate` does so by itself, but captures anew in each call. Inside the context, a later call with the
+    same batch size, and no more tokens than the buffers have room for, uses buffers and graph again, unless an earlier
+    call has returned its cache.
+
     `model.generate` makes a static cache by itself and does not compile. Each decoding step is a replay of one graph;
     prefill, sampling, beam search and stopping run as usual. Layers whose op has a step (`kalmix.steps`) update the
-    buffers in place; others return a state that is copied into them. A later call of `generate` with the same batch
-    size, and no more tokens than the buffers have room for, uses buffers and graph again, unless an earlier call has
-    returned its cache.
+    buffers in place; others return a state that is copied into them.
 
-    Steps run without a graph, with a warning, if the model is not on one GPU, and without one if a call is not a plain
-    decoding step: with padding or other outputs than logits, and in speculative decoding, which removes tokens. The
-    model must not change inside the context: its weights are read at the addresses that were captured.
+    Steps run without a graph, with a warning, if the model is not on one GPU or the process is one of several, and
+    without one if a call is not a plain decoding step: with padding or other outputs than logits, and in speculative
+    decoding, which removes tokens. Other threads may call the model meanwhile; their steps run as usual. The model must
+    not change inside the context: its weights are read at the addresses that were captured.
 
     Args:
         model: `KalmixForCausalLM` in evaluation mode.
         graph: function without arguments that returns a new graph, with the methods `capture` and `replay`. Default:
             CUDA graphs.
+        automatic: leave calls of `generate` alone that ask for a cache, for the returned cache, for
+            `disable_compile=True` or for fewer than 8 new tokens.
 
     Returns:
         Context manager whose value is the `CapturedStep`, which counts captures and replays.
@@ -178,15 +190,16 @@ def capture_decoding(model: Any, graph: Callable[[], Graph] | None = None) -> It
         raise ArgumentError("model", problem="is in `capture_decoding` already", expected="one context at a time")
     original, instance = model.forward, vars(model)
     before = {name: instance[name] for name in ("forward",) if name in instance}
-    step = CapturedStep(original, CudaGraph if graph is None else graph)
+    step = CapturedStep(original, CudaGraph if graph is None else graph, automatic)
 
     @wraps(original)
     def forward(*args: Any, **kwargs: Any) -> Any:
         given = {"input_ids": args[0], **kwargs} if len(args) == 1 else kwargs
-        arguments = None if len(args) > 1 or step.refusal else _step_arguments(model, given)
+        own = threading.get_ident() == step.thread
+        arguments = _step_arguments(model, given) if own and len(args) < 2 and step.refusal is None else None
         return original(*args, **kwargs) if arguments is None else step(**arguments)
 
-    if graph is None and (reason := _refusal(model)) is not None:
+    if graph is None and (reason := refusal(model)) is not None:
         step.refuse(reason)
     model.forward, model.decoding_step = forward, step
     try:
@@ -197,11 +210,14 @@ def capture_decoding(model: Any, graph: Callable[[], Graph] | None = None) -> It
         instance.update(before)
 
 
-def _refusal(model: Any) -> str | None:
+def refusal(model: Any) -> str | None:
     """Return why the steps of a model cannot be captured in a CUDA graph; `None` if they can."""
     devices = {x.device for x in model.parameters()}
     if len(devices) > 1 or len(set(getattr(model, "hf_device_map", {}).values())) > 1:
         return "the model is on several devices"
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        return "the model may be divided among several processes"
     if next(iter(devices)).type != "cuda":
         return f"the model is on {next(iter(devices)).type}, and CUDA graphs need a GPU"
     return None

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from kalmix._extras import optional_imports
@@ -14,6 +17,9 @@ with optional_imports():
     from transformers.generation.configuration_utils import GenerationMode
 
 from kalmix.errors import ArgumentError
+from kalmix.models.captured_step import capture_decoding, refusal
+
+FEWEST_TOKENS = 8  # fewer new tokens do not pay for a capture
 
 
 class BeliefGenerationMixin(GenerationMixin):
@@ -21,9 +27,35 @@ class BeliefGenerationMixin(GenerationMixin):
 
     Attributes:
         decoding_step: the `CapturedStep` inside `capture_decoding`, otherwise `None`.
+        graph: maker of graphs, in place of CUDA graphs; tests set it.
     """
 
     decoding_step: Any = None
+    graph: Any = None
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate tokens, as `GenerationMixin.generate` does; on one GPU, steps are captured in a CUDA graph.
+
+        See `kalmix.models.capture_decoding`. `disable_compile=True`, or `cache_implementation="dynamic"`, turns it off.
+
+        Args:
+            args: arguments of `GenerationMixin.generate`.
+            kwargs: further arguments of it.
+        """
+        model: Any = self
+        run: Any = partial(GenerationMixin.generate, model)  # pyright: ignore
+        if self.decoding_step is not None or model.training or torch.compiler.is_compiling():
+            return run(*args, **kwargs)
+        if self.graph is None and refusal(model) is not None:
+            return run(*args, **kwargs)
+        with capture_decoding(model, self.graph, automatic=True):
+            return run(*args, **kwargs)
+
+    def _own_step(self) -> Any:
+        """Return the `CapturedStep` of this thread, if steps are captured."""
+        step = self.decoding_step
+        own = step is not None and step.refusal is None and step.thread == threading.get_ident()
+        return step if own else None
 
     @staticmethod
     def create_masks_for_generate(
@@ -48,11 +80,18 @@ class BeliefGenerationMixin(GenerationMixin):
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Create the cache of `generate`: a static one if its steps are captured, and it removes no tokens."""
-        step = self.decoding_step
-        if step is not None and step.refusal is None:
+        step = self._own_step()
+        if step is not None:
             removes = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
             given = model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False
-            if generation_config.cache_implementation is None and not given and not removes:
+            captures = generation_config.cache_implementation is None and not given and not removes
+            if step.automatic:
+                few = (generation_config.max_new_tokens or FEWEST_TOKENS) < FEWEST_TOKENS
+                returned = generation_config.return_dict_in_generate
+                captures = captures and not (few or returned or generation_config.disable_compile)
+                if not captures:
+                    step.refusal = "this call of `generate` needs another cache, or is short"
+            if captures:
                 generation_config.cache_implementation = "static"
             step.keep_cache = not generation_config.return_dict_in_generate
         prepare = super()._prepare_cache_for_generation  # pyright: ignore
@@ -60,14 +99,14 @@ class BeliefGenerationMixin(GenerationMixin):
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether `generate` compiles its steps: not if they are captured."""
-        if self.decoding_step is not None and self.decoding_step.refusal is None:
+        if self._own_step() is not None:
             return False
         return super()._valid_auto_compile_criteria(*args, **kwargs)  # pyright: ignore
 
     def _prepare_static_cache(self, *args: Any, batch_size: int, **kwargs: Any) -> Cache:
         """Create a static cache for `generate`, with its buffers if the prefill is compiled, or empty a kept one."""
         model: Any = self
-        step = self.decoding_step
+        step = self._own_step()
         kept = None if step is None else step.reuse(batch_size, kwargs["max_cache_len"])
         if kept is not None:
             return kept
