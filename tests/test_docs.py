@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
 from check_links import broken_links  # noqa: E402
 from execute import BLOCK, PageError, run_page  # noqa: E402
-from speed import ratio_table  # noqa: E402
+from speed import ratio_table, training_table  # noqa: E402
 
 from kalmix.layers import MIXERS  # noqa: E402
 
@@ -31,6 +31,7 @@ def test_readme_lists_all_layers_and_measured_times():
     missing = [layer.__name__ for layer in LAYERS.values() if f"`{layer.__name__}`" not in text]
     assert not missing
     assert ratio_table() in text
+    assert training_table() in text
 
 
 def test_documents_name_the_layers_that_need_no_mlp():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from papers import CODE, PAPERS
-from speed import cpu_table, ratio_table, speed_table
+from speed import cpu_table, decoding_table, ratio_table, speed_table, training_table
 
 from kalmix import layers, ops
 from kalmix.designs import CATALOGUE, Design
@@ -199,6 +199,8 @@ TABLES: dict[str, Callable[..., str]] = {
     "speed": speed_table,
     "ratios": ratio_table,
     "cpu-speed": cpu_table,
+    "training-speed": training_table,
+    "decoding-speed": decoding_table,
     "layers": layer_table,
     "designs": design_table,
     "commands": command_reference,

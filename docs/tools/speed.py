@@ -104,3 +104,45 @@ def cpu_table() -> str:
     rows += [f"| {row['kernel']} | {row['forward_ms']:.1f} | {row['both_ms']:.1f} |" for row in timed]
     source = f"Source: `bench/results/{path.name}`; command: `python -m kalmix_bench.perf.ops --device cpu --compile`."
     return "\n".join(rows) + f"\n\n{source}"
+
+
+def _model_rows(kind: str) -> tuple[Path, dict[tuple[Any, ...], dict[str, Any]]]:
+    """Return the newest result file of whole models, and its rows by model, mode, batch and tokens of a sequence."""
+    path = max(RESULTS.glob(f"*-{GPU}-{kind}/results.jsonl"))
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    sizes = ("batch_size", "seq_len")
+    return path, {(x["model"], x["mode"], *(x["size"][y] for y in sizes)): x for x in rows if x["status"] == "ok"}
+
+
+def training_table() -> str:
+    """Return tokens per second, GPU time and memory of training steps of whole models."""
+    path, rows = _model_rows("models")
+    table = [
+        "| model | tokens/s, eager | GPU ms | kernels | peak GiB | tokens/s, compiled | GPU ms | kernels | peak GiB |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for model in dict.fromkeys(name for name, *_ in rows):
+        cells = [f"`{model}`"]
+        for mode in ("eager", "compiled"):
+            row = next((row for key, row in rows.items() if key[:2] == (model, mode)), None)
+            if row is None:
+                cells += ["", "", "", ""]
+                continue
+            cells += [f"{row['tokens_per_s']:,.0f}", f"{row['gpu_ms']:.0f}", f"{row['kernels']:,}"]
+            cells.append(f"{row['peak_memory'] / 2**30:.1f}")
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table) + f"\n\nSource: `{path.relative_to(RESULTS.parents[1]).as_posix()}`."
+
+
+def decoding_table() -> str:
+    """Return the times of a generated token."""
+    path, rows = _model_rows("decode")
+    table = [
+        "| model | cache | prompts | ms a token | GPU ms | kernels | prompt, ms |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for (model, mode, batch, tokens), row in rows.items():
+        cells = [f"`{model}`", mode, f"{batch} x {tokens:,}", f"{row['ms']:.2f}", f"{row['gpu_ms']:.2f}"]
+        cells += [f"{row['kernels']:,}", f"{row['prefill_ms']:,.0f}"]
+        table.append(f"| {' | '.join(cells)} |")
+    return "\n".join(table) + f"\n\nSource: `{path.relative_to(RESULTS.parents[1]).as_posix()}`."

@@ -5,7 +5,8 @@
 Each share of the problems runs once without the checker, to compile its kernels, because compilers that start under it
 can hang. Then `compute-sanitizer --tool memcheck` runs it without PyTorch's memory cache: each tensor is a separate
 allocation, so the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails,
-or a kernel was never launched. `--share 0/8 --note FILE` runs one share without the checker.
+or a kernel was never launched. Kernels of steps are not among the problems: run `tests/ops/test_steps.py` under the
+checker. `--share 0/8 --note FILE` runs one share without the checker.
 """
 
 from __future__ import annotations
@@ -63,11 +64,12 @@ def title(kernel: JITFunction | CudaKernel) -> str:
 def entry_kernels() -> set[str]:
     """Return the kernels that the host launches.
 
-    These are kernels with launch-time integers, and kernels that no other kernel calls or passes on.
+    These are kernels with launch-time integers, and kernels that no other kernel calls or passes on, without those of
+    steps.
     """
     kernels = {}
     for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
-        if ".triton" in module.name:
+        if ".triton" in module.name and not module.name.endswith(".step"):
             members = vars(import_module(module.name)).values()
             kernels |= {title(x): x for x in members if isinstance(x, JITFunction)}
     bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in kernels.values()]
