@@ -41,6 +41,7 @@ def test_file_is_read_with_any_suffix(tmp_path: Path) -> None:
     assert list(text.read_documents(tmp_path / "novel").values()) == ["Chapter é"]
 
 
+@pytest.mark.slow
 def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.Corpus) -> None:
     learned = sum(len(document.encode()) for document in python.training)
     judged = len(python.held_out_text.encode())

@@ -59,6 +59,7 @@ def test_wheel_filters(in_wheel: Run) -> None:
     assert str(ROOT) not in result.stdout and result.stdout.split()[1:] == ["1", "9", "8"]
 
 
+@pytest.mark.slow
 def test_wheel_has_commands_and_extras(in_wheel: Run) -> None:
     assert in_wheel("kalmix", "--version").stdout.startswith(f"kalmix {kalmix.__version__} ")
     for line, word in {"--help": "train", "list layers": "gated-kalmanet", "explain kla": "Kalman"}.items():

@@ -46,6 +46,7 @@ def run(folder: Path, *arguments: str) -> str:
     return process.stdout
 
 
+@pytest.mark.slow
 def test_rules_choose_tiles_that_fit_the_gpu(tmp_path: Path) -> None:
     run(tmp_path, "-c", SCAN)
 

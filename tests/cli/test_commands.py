@@ -30,6 +30,7 @@ def test_train_prints_scores_and_files(kalmix, text_file: Path, tmp_path: Path) 
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_train_warns_that_a_run_has_no_checkpoint(kalmix, run_folder: Path, text_file: Path, tmp_path: Path) -> None:
     output = tmp_path / "run"
     shutil.copytree(run_folder, output)

@@ -173,7 +173,9 @@ def test_closed_pipe_ends_a_command_silently() -> None:
         assert process.stderr.read() == b""
 
 
-@pytest.mark.parametrize("line", ["--help", "explain kla", "train --help"])
+@pytest.mark.parametrize(
+    "line", ["--help", *(pytest.param(x, marks=pytest.mark.slow) for x in ("explain kla", "train --help"))]
+)
 def test_commands_that_compute_nothing_start_quickly(line: str) -> None:
     check_start_time(line)
 
@@ -204,7 +206,7 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize("extras", [(), ("cli",), ("cli", "hf")])
+@pytest.mark.parametrize("extras", [(), pytest.param(("cli",), marks=pytest.mark.slow), ("cli", "hf")])
 def test_missing_packages_are_named_with_their_install_command(extras: tuple[str, ...]) -> None:
     cases = [(code, message) for given, code, message in MISSING if given == extras]
     results = run_with_extras(extras, [code for code, _ in cases])

@@ -52,6 +52,7 @@ def test_report_is_repeatable(kalmix, run_folder: Path, tmp_path: Path) -> None:
     assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".lock"]
 
 
+@pytest.mark.slow
 def test_report_evaluates_a_run_killed_during_evaluation(
     kalmix, run_folder: Path, text_file: Path, tmp_path: Path
 ) -> None:

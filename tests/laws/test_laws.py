@@ -45,9 +45,7 @@ SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for 
 }
 
 
-# `additive` and `attend` stand for the custom ops of Triton, `dense-turning` for `dense`, `attend` for its window.
-COMPILED = {("chunked", name) for name in ("additive", "attend", "delta", "dense-turning", "diagonal")}
-COMPILED |= {("triton", name) for name in ("additive", "attend")}
+COMPILED = {("chunked", "delta"), ("triton", "additive"), ("triton", "attend")}
 
 
 def _slow(case, name):
@@ -58,6 +56,8 @@ def _slow(case, name):
         return (case.kernel, case.name) not in COMPILED
     if case.interpreted and case.name == "dense-turning":  # `test_dense_triton` compares rotations with the reference
         return name != "one_at_a_time_equals_the_whole"
+    if name == "agrees_over_all_documented_noises" and case.kernel == "chunked" and case.dtype == torch.float64:
+        return True  # errors of float32 are the larger ones
     return case.interpreted and name in SLOW_INTERPRETED and case.op not in ("additive", "attend")
 
 

@@ -88,7 +88,7 @@ def test_two_graphs_serve_training_at_all_lengths(name):
     assert counting.graphs <= 2
 
 
-@each_layer(("controlled-afa",))
+@each_layer(())
 def test_layers_train_with_dynamic_shapes_from_the_first_call(name):
     """Numbers of a module are inputs of such a graph, so functions of autograd must not read them."""
     layer = make_layer(name)

@@ -158,6 +158,7 @@ for auto_class, name in kalmix.models.configuration.AUTO_CLASSES.items():
 """
 
 
+@pytest.mark.slow
 def test_importing_kalmix_models_registers_auto_classes():
     subprocess.run([sys.executable, "-c", FRESH], check=True, capture_output=True, text=True)
 

@@ -109,6 +109,7 @@ def test_a_drafted_token_keeps_its_inputs_alone():
             assert last - first <= 8 * (4 * 16 + 4 * mixer.state_size(1) + 3 * 8), type(mixer).__name__
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_calls_are_recorded():
     """A compiled call of one token joins the call before it; a crop then leaves one token of both."""

@@ -128,6 +128,7 @@ def decode_compiled(layers, cache_type):
     return counter.frame_count
 
 
+@pytest.mark.slow
 def test_compiled_decoding_is_one_graph():
     """With a static cache it is compiled once, otherwise once more for any number of tokens."""
     assert decode_compiled(["kla", "attention"], StaticCache) == 1

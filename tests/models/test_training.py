@@ -36,6 +36,7 @@ def test_gradient_checkpointing(options, reentrant):
     assert_equal(plain, gradients(model, **inputs), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph():
     """Loss and gradients of the compiled model equal those of the eager model, with padding."""
     model = build([{"mixer": "attention", "heads": 2}, {"mixer": "kla", "slots": 2}]).train()

@@ -186,6 +186,7 @@ assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision"
     )
 
 
+@pytest.mark.slow
 def test_broken_timm_causes_a_warning_only(tmp_path):
     (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
     said = run(
@@ -201,6 +202,7 @@ print([str(warning.message) for warning in result if "nms" in str(warning.messag
     assert "timm is installed but cannot be imported" in said
 
 
+@pytest.mark.slow
 def test_models_are_registered_with_timm(tmp_path):
     """Use a stand-in for timm that records calls; the next test uses the real one."""
     (tmp_path / "timm").mkdir()

@@ -239,7 +239,8 @@ def test_strong_decay_of_one_token_keeps_precision_of_others():
 LONG = [(obs, noise, decay) for obs in (1e-4, 1e-3) for noise, decay in ((0.0, 0.0), (1e-6, 0.0), (1e-6, -1e-3))]
 
 
-@pytest.mark.parametrize("rotates", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["still", "turning"])
+@pytest.mark.slow
+@pytest.mark.parametrize("rotates", [False, True], ids=["still", "turning"])
 def test_covariance_is_positive_after_100000_tokens(rotates):
     """Repeated and random keys with nearly certain evidence; without process noise, to rounding of the prior."""
     length, piece, width, draw = 100_000, 25_000, 16, torch.Generator().manual_seed(0)

@@ -220,7 +220,10 @@ def tolerances(name, signals, prior, dtype):
     return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
 
 
-@pytest.mark.parametrize(("name", "kernel", "dtype"), CASES)
+TRIED = [pytest.param(*case, marks=pytest.mark.slow) if case[0].endswith("-wide") else case for case in CASES]
+
+
+@pytest.mark.parametrize(("name", "kernel", "dtype"), TRIED)
 def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype):
     op, signals, prior = problem(name, dtype)
 

@@ -21,6 +21,7 @@ from .test_pretraining import shards  # noqa: F401 - a fixture
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.slow
 def test_torchrun_trains_one_model_in_two_processes(text_file: Path, tmp_path: Path) -> None:
     small = [
         "--layers",
@@ -66,7 +67,7 @@ eval_tokens = 0
 """
 
 
-@pytest.mark.parametrize("packing", ["best-fit", "stream"])
+@pytest.mark.parametrize("packing", [pytest.param("best-fit", marks=pytest.mark.slow), "stream"])
 def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "recipe.toml").write_text(RECIPE.format(shards=str(shards), packing=packing))
     alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")

@@ -8,7 +8,9 @@ import pytest
 from killing import check_script
 
 
-@pytest.mark.parametrize("script", ["kills.py", "kills_on_shards.py"])
-@pytest.mark.parametrize("kills", [2, pytest.param(100, marks=pytest.mark.slow)])
-def test_killed_runs_lose_and_repeat_no_step(kills: int, script: str) -> None:
+@pytest.mark.parametrize(
+    ("script", "kills"),
+    [("kills.py", 2), *(pytest.param(x, 100, marks=pytest.mark.slow) for x in ("kills.py", "kills_on_shards.py"))],
+)
+def test_killed_runs_lose_and_repeat_no_step(script: str, kills: int) -> None:
     check_script(Path(__file__).with_name(script), kills)

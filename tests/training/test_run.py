@@ -140,6 +140,7 @@ def test_time_limit_ends_a_run_with_learning_rate_zero(recipe, tmp_path: Path) -
     assert rates[-1] < 0.25 * max(rates)
 
 
+@pytest.mark.slow
 def test_time_limit_covers_all_sessions(recipe, tmp_path: Path) -> None:
     part = train(recipe(steps=None, minutes=0.05), tmp_path, callbacks=[Kill(6)])
     rest = train(recipe(steps=None, minutes=0.05), tmp_path, resume=True)

@@ -67,6 +67,7 @@ def test_layers_are_run_once_and_reported_next_to_papers(kalmix, tmp_path: Path)
     assert (ours["seeds"], ours["paper percent"], ours["state"]) == ("2", "90.67", "32")
 
 
+@pytest.mark.slow
 def test_widths_and_loads_are_drawn_at_the_best_rate(kalmix, tmp_path: Path) -> None:
     result = kalmix("bench", "mqar", "--device", "cpu", "--output", tmp_path)
     assert result.status == 0, result.errors
@@ -94,6 +95,7 @@ def test_hidden_sizes_are_selected() -> None:
     assert len(asked) == 2 and {cell.shape.hidden_size for cell in asked} == {16}
 
 
+@pytest.mark.slow
 def test_variants_of_a_layer_are_reported_apart(kalmix, tmp_path: Path) -> None:
     variant = 'kla:{"process_noise": false, "slots": 1}'
     asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--depth", "1,2")

@@ -56,6 +56,7 @@ def rows(folder: Path) -> list[dict]:
     return [json.loads(row) for row in (folder / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_documented_commands_write_cells_and_run_them(kalmix, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     example = re.search(

@@ -21,6 +21,7 @@ from kalmix_bench.experiments.vision.run import build, load, train
 SMALL = replace(DIGITS, size=32, depths=(1, 1, 2, 1), windows=(2, 1), batch_size=32, warmup=0.2, shift=2)
 
 
+@pytest.mark.slow
 def test_learns_digits(tmp_path):
     """Two epochs give an accuracy far above chance (0.1) and falling losses; the model is saved."""
     run = train(replace(SMALL, epochs=2), tmp_path / "run")
@@ -197,6 +198,7 @@ def test_crops_are_a_part_of_the_image_between_3_4_and_4_3():
     assert 0.07 < float(areas.min()) < 0.15 and float(areas.max()) <= 1
 
 
+@pytest.mark.slow
 def test_the_example_trains(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["train_vision.py", "--mixer", "attention", "--epochs", "1"])
     runpy.run_path(str(Path(__file__).parents[2] / "examples" / "train_vision.py"), run_name="__main__")

@@ -130,6 +130,7 @@ def run(kalmix: Any, output: Path, *options: object) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_loses_its_own_row_only(kalmix, tmp_path: Path, monkeypatch) -> None:
     def build_or_die(name: str, size: ModelSize) -> nn.Module:
         return os._exit(3) if name == "kla" else build.build(name, size)  # type: ignore[return-value]

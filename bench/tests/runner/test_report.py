@@ -87,6 +87,7 @@ def predicted(model: str, seed: int, errors: dict[str, Any]) -> dict[str, Any]:
     return {"setting": "figure-1b", "model": model, "seed": seed, "protocol": {}, "drawn": {}, **RUN, "errors": errors}
 
 
+@pytest.mark.slow
 def test_all_kinds_of_results_are_in_one_report(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "laptop", {"residual": Convergence(1, 8, 8, 12)})
     solvers = tmp_path / "solvers"

@@ -170,7 +170,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("jobs", "how"), [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("jobs", "how"),
+    [
+        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        (2, signal.SIGKILL),
+        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+    ],
+)
 def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs: int, how: signal.Signals) -> None:
     script = tmp_path / "sweep.py"
     script.write_text(SWEEP)
