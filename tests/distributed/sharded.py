@@ -55,7 +55,7 @@ def join(rank: int, world: int, folder: str) -> None:
     """Join a process group, as torchrun's environment describes it to accelerate."""
     environment = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     os.environ.update({name: str(value) for name, value in environment.items()})
-    start(rank, world, folder, timeout=timedelta(seconds=60))  # a failed rank lets the others wait
+    start(rank, world, folder, timeout=timedelta(seconds=60))  # if one rank fails, the others wait for it
 
 
 def build(layers: list[Any] | None = None, **options: Any) -> KalmixForCausalLM:

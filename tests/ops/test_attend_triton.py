@@ -13,8 +13,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from launch_log import log_launches
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops import Dynamics
@@ -24,9 +22,6 @@ from kalmix.ops._attend.dynamics import Weighting
 from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._attend.triton import backward, forward
-from kalmix.ops._shared import custom_op
-from kalmix.ops._shared.triton import compile_and_launch
-from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
 from kalmix.types import Filtered
@@ -361,39 +356,6 @@ def test_layout_of_segments_matches_the_one_of_the_torch_kernels(
         assert all(torch.equal(x, y) for x, y in zip(found.compact(), want.final_belief.compact(), strict=True))
 
 
-@pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
-def test_packed_sequences_add_two_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch computes parameters, but neither layouts nor masks."""
-    log_launches(monkeypatch)
-    launches: list[str] = []
-    monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch.kernel.__name__))
-    monkeypatch.setattr(custom_op, "_is_plain_call", lambda inputs: True)
-    monkeypatch.setattr(compile_and_launch, "precompile", lambda *_: None)
-    inputs, timing = arguments(1, 70, (1, 1), (4, 4), False, HALF, 3, 0)
-    counts = []
-    for segments in (None, Segments.packed(torch.tensor([0, 30, 30, 70]))):
-        launches.clear()
-        given = {name: x.detach().requires_grad_() for name, x in inputs.items()}
-        times, *history = (x[: 1 if segments is None else 3] for x in timing)
-        with CountWork() as work:
-            mean = call_kernel(triton_kernel.attend, given, (times, history[0], history[1]), PLAIN, segments).mean
-            torch.autograd.grad(mean, list(given.values()), torch.ones_like(mean))
-        counts.append((len(launches), work.count))
-    (plain_launches, plain_work), (packed_launches, packed_work) = counts
-    assert packed_launches == plain_launches + 2 and packed_work <= plain_work
-
-
-class CountWork(TorchDispatchMode):
-    """Count the operations of PyTorch that a GPU would launch a kernel for: not views, not allocations."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # pyright: ignore[reportIncompatibleMethodOverride]
-        name = func.overloadpacket.__name__
-        self.count += not (func.is_view or "empty" in name or name in ("detach", "_unsafe_view"))
-        return func(*args, **(kwargs or {}))
-
-
 def test_score_gradients_sum_to_zero() -> None:
     """If all scores of a query are equal, the gradients of parameters that shift them together are 0."""
     inputs, timing = arguments(1, 37, (1, 1), (4, 4), False, HALF, 1, 0)
@@ -402,14 +364,3 @@ def test_score_gradients_sum_to_zero() -> None:
     gradients = dict(zip(inputs, results[-len(inputs) :], strict=True))
     for name in ("key_noise", "query_noise", "nu", "temperature"):
         assert float(gradients[name].abs().max()) < 1e-5, name
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")
-@pytest.mark.parametrize("dtype", [torch.float32, HALF], ids=str)
-def test_dry_run_compiles_every_launched_kernel(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    log = log_launches(monkeypatch)
-    inputs, timing = arguments(1, 70, (1, 2), (6, 6), False, dtype, 1, 0)
-    outputs_and_gradients(triton_kernel.attend, inputs, timing, PLAIN, None)
-    assert log[True] == log[False]
-    attention = {"token_blocks_kernel", "attend_kernel", "query_grads_kernel", "key_grads_kernel"}
-    assert {name for name, *_ in log[True]} == attention | {"rotate_kernel", "rotate_backward_kernel"}

@@ -83,7 +83,7 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
 
 
 def _named(model: nn.Module, names: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Return the modules with these names that have parameters, with their full names."""
+    """Yield the modules with these names that have parameters, with their full names."""
     for name, module in model.named_modules():
         last = next((part for part in reversed(name.split(".")) if part not in _WRAPPED), "")
         wraps = any(part in _WRAPPED for part, _ in module.named_children())

@@ -192,15 +192,15 @@ def gather_heads(model: nn.Module) -> dict[str, Tensor]:
     return whole
 
 
-def check_divides(layer: nn.Module, what: str, count: int, ranks: int) -> None:
-    """Check that the ranks can divide `count` heads among them.
+def check_divides(layer: nn.Module, parts: str, count: int, ranks: int) -> None:
+    """Check that the ranks can divide `count` parts of a layer, such as its heads, among them.
 
     Raises:
         ArgumentError: they cannot.
     """
     if count % ranks:
-        problem = f"cannot take part in tensor parallelism over {ranks} ranks, since it has {count} {what}"
-        raise ArgumentError(type(layer).__name__, problem=problem, expected=f"a multiple of {ranks} {what}")
+        problem = f"cannot take part in tensor parallelism over {ranks} ranks, since it has {count} {parts}"
+        raise ArgumentError(type(layer).__name__, problem=problem, expected=f"a multiple of {ranks} {parts}")
 
 
 def _distribute(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -47,9 +47,8 @@ def run(
 ) -> dict[CellT, Row]:
     """Run the cells that are missing in `results`; return the rows of all cells, in their order.
 
-    Each row is written as soon as its batch ends, so finished work is never lost or repeated. Cells that another
-    process is
-    running are waited for.
+    Each row is written as soon as its batch ends, so finished work is never lost or repeated. If another process runs
+    a cell, this one waits for its row.
 
     Args:
         experiment: experiment that runs the cells.
