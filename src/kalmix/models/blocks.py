@@ -280,7 +280,8 @@ class Block(nn.Module):
         readout = sample_gaussian(mean, var) if sample and var is not None else mean
         belief = self._output_belief(mean, var, final_state, context) if output_belief else None
         posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
-        output = self.finish(x, readout, context)
+        # Not the instance's `finish`: FSDP2 may have wrapped it, and torch 2.11 frees parameters after a wrapped call.
+        output = type(self).finish(self, x, readout, context)
         return BlockOutput(output, *((final_state, mixer_input) if output_state else (None, None)), belief, posterior)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
