@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kalmix import ArgumentError, Segments, steps
-from kalmix.layers import KLA, BayesianLayer, GatedDeltaNet, GatedKalmaNet, Mamba2
+from kalmix.layers import KLA, AdaptiveFilterAttention, BayesianLayer, GatedDeltaNet, GatedKalmaNet, Mamba2
 from kalmix.ops import Chebyshev
 from kalmix.testing.scheduler import check_steps, make_workload
 from kalmix.types import Filtered
@@ -98,6 +98,35 @@ def test_prefilled_states_are_stored_in_a_pool():
         alone, state = layer(torch.cat([x[:, :5], token[row : row + 1]], 1))
         torch.testing.assert_close(y[row], alone[0, -1:])
         torch.testing.assert_close(pool.belief.mean[(0, None, 5)[row]], state.belief.mean[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+@pytest.mark.parametrize("window", [None, 3])
+def test_histories_are_filtered_in_place(kernel, window):
+    """Steps continue prompts at irregular times, one unit of time per token; Triton's interpreter runs the kernels."""
+    if kernel == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(0)
+    options = {"iterations": 2, "value_dynamics": True, "confidence": True} if window else {}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    layer = AdaptiveFilterAttention(WIDTH, heads=2, head_dim=3, window=window, **options).to(device)
+    shake(layer)
+    x, times = torch.randn(2, 9, WIDTH, device=device), torch.rand(2, 9, device=device).cumsum(1)
+    times[:, 5:] = times[:, 4:5] + torch.arange(1, 5, device=device)
+    expected, final = layer(x, times=times)
+    prefix = layer(x[:, :5], times=times[:, :5])[1]
+    pool = steps.history_pool(4, window or 9, prefix.keys, prefix.values)
+    rows = torch.tensor([3, 1], device=device)
+    steps.store(pool, rows, prefix)
+    layer.kernel = kernel
+    for index in range(5, 9):
+        y = layer.project_out(*layer.read_step(x[:, index : index + 1], pool, steps.Slots(rows, rows)))
+        torch.testing.assert_close(y[:, 0], expected[:, index], rtol=1e-4, atol=1e-5)
+    for stored, state in zip(pool.take(rows), final, strict=True):
+        order = pool.positions[rows].argsort(1)
+        ordered = torch.stack([row[index] for row, index in zip(stored, order, strict=True)])
+        torch.testing.assert_close(ordered, state, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", HISTORIES)

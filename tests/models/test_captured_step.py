@@ -11,7 +11,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
 
 from kalmix import ArgumentError, checks
-from kalmix.models import KalmixModel, capture_decoding
+from kalmix.models import KalmixModel, capture_decoding, restore, snapshot
+from kalmix.models.static_cache import _store
 
 from .conftest import build, tokens
 from .test_cache import EVERY_LAYER
@@ -84,6 +85,51 @@ def test_captured_generation_equals_generation(options):
     assert step.captures == 1 and len(calls) == 3  # prefill, first step, capture
     assert step.replays == expected.shape[1] - 8 - 2
     assert step.refusal is None and model.decoding_step is None and "forward" not in vars(model)
+
+
+HISTORIES = [
+    {"mixer": "afa", "confidence": True, "floor": True},
+    {"mixer": "afa", "window": 5, "iterations": 2, "value_dynamics": True, "normalize": True, "weight": "exponential"},
+    {"mixer": "controlled-afa", "window": 4},
+    "afa-transformer",
+    {"mixer": "afa-transformer", "window": 3},
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+def test_histories_are_updated_in_place(options, monkeypatch):
+    """Steps write past tokens to the buffers themselves, with windows or without; no buffer is copied."""
+    model, options = build(HISTORIES), {**STATIC, **prompts(8, 5, 1), **options}
+    expected = model.generate(**options, use_cache=False)
+    stored = []
+    monkeypatch.setattr("kalmix.models.static_cache._store", lambda *x: (stored.append(1), _store(*x)))
+    with capture_decoding(model, Tape) as step:
+        assert torch.equal(model.generate(**options), expected)
+        assert step.captures == 1 and all(layer.rows is not None for layer in step.cache.layers)
+    if not options.get("num_beams"):
+        assert len(stored) == 9  # the prompt, by each layer; each `afa-transformer` has two histories
+
+
+@torch.no_grad()
+def test_other_calls_continue_histories_of_steps():
+    """Between steps, tokens with padding, several tokens and restored contents go through the general path."""
+    model, ids, mask = build(HISTORIES), tokens(2, 16), torch.ones(2, 16, dtype=torch.long)
+    mask[1, [0, 1, 9]] = 0
+    expected = model(ids, attention_mask=mask).logits
+    with capture_decoding(model, Tape) as step:
+        cache, found = StaticCache(config=model.config, max_cache_len=16), []
+        for start, stop in ((0, 5), (5, 6), (6, 7), (7, 8), (8, 9), (9, 10), (10, 11), (11, 14), (14, 15), (15, 16)):
+            padding = {"attention_mask": mask[:, :stop]} if start in (0, 9) else {}
+            found.append(model(ids[:, start:stop], past_key_values=cache, **padding).logits.clone())
+            if start == 6:
+                held = snapshot(cache)
+                model(ids[:, :1], past_key_values=cache)
+                restore(cache, held)
+        assert (step.captures, step.replays) == (1, 7)
+    entry = cache.layers[1].entry.state
+    assert entry.positions.tolist() == [list(range(11, 16)), list(range(8, 13))]
+    is_token = mask > 0
+    torch.testing.assert_close(torch.cat(found, 1)[is_token], expected[is_token], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layers", ["hybrid", "delta", "filters"])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kalmix import ops, steps
@@ -37,8 +38,19 @@ def _same(_k: Tensor, _v: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
     return arguments
 
 
+def _attend_signals(q: Tensor, k: Tensor, v: Tensor, **x: Any) -> steps.AttendSignals:
+    """Return the signals of a step of `attend` for arguments of the op; nu, temperature and floor are tensors `[H]`."""
+    nu, rational = x["nu"], x.get("weight", "rational") == "rational"
+    floor = x["floor"] if "floor" in x else torch.zeros_like(nu)
+    weighting = steps.Weighting(nu, x["temperature"], floor, rational, x.get("window"), causal=True)
+    dynamics = ops.Dynamics(*(x[name] for name in ops.Dynamics._fields))
+    return steps.AttendSignals(q, k, v, x.get("times"), dynamics, x.get("value_dynamics"), weighting)
+
+
+STEP_OPTIONS = ("ridge", "solver", "variance")  # arguments of an op that are not signals of its step
 SIGNALS: dict[str, Callable[..., Any]] = {
     "additive": steps.AdditiveSignals,
+    "attend": _attend_signals,
     "delta": steps.DeltaSignals,
     "dense": steps.DenseSignals,
     "diagonal": steps.DiagonalSignals,
@@ -51,7 +63,7 @@ def _step(
     name: str, *tokens: Tensor, slots: steps.Slots, belief: Any, kernel: str | None, **arguments: Any
 ) -> Filtered:
     """Call `kalmix.steps.<name>` on a pool of beliefs, with q, k and v of one token per row."""
-    options = {option: arguments.pop(option) for option in ("ridge", "solver") if option in arguments}
+    options = {option: arguments.pop(option) for option in STEP_OPTIONS if option in arguments}
     signals = SIGNALS[name](*tokens, **arguments)
     return getattr(steps, name)(signals, belief, slots, kernel=STEP_KERNELS.get(kernel or ""), **options)
 

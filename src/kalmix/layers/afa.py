@@ -20,6 +20,7 @@ from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
+from kalmix.steps import NO_SEQUENCE, Slots
 from kalmix.types import Filtered, belief_dtype, replace_fields
 from kalmix.validation import check_choice, check_positive_int
 
@@ -148,9 +149,25 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         segments: Segments | None,
         times: Tensor | None,
     ) -> Filtered:
-        """Call `kalmix.ops.attend`, after the iterations that move the query."""
+        """Estimate the state with `kalmix.ops.attend`."""
         value_dynamics = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
-        return self._attend(q, k, v, value_dynamics, variance, belief, segments, times)
+        return self._attend(q, k, v, value_dynamics, variance, belief, segments=segments, times=times)
+
+    def read_step(self, x: Tensor, pool: HistoryBelief, slots: Slots) -> tuple[Tensor, None]:
+        """Return the read-out `[B, 1, 2 H C]` of one token per row, and no context; update the pool in place.
+
+        Histories of the pool have room for all tokens of a sequence, or for those of the window.
+        """
+        q, k, v = self.project(x)
+        with torch.autocast(x.device.type, enabled=False):
+            dtype = belief_dtype(v.dtype)
+            dynamics = self.dynamics(dtype)
+            value_dynamics = None if self.value_dynamics is None else self.value_dynamics(dtype)
+            filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, dynamics, slots=slots)
+            mixed = self.mix_residual(filtered, v)
+            state_dynamics = dynamics if value_dynamics is None else value_dynamics
+            mean, _ = self.predict_state(*mixed, v, None, state_dynamics)
+        return mean.flatten(2), None
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
         """Return a map for each head; see `TrajectoryLayer.attention_map`.
@@ -174,17 +191,31 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         value_dynamics: Dynamics | None,
         variance: bool = False,
         belief: HistoryBelief | None = None,
-        segments: Segments | None = None,
-        times: Tensor | None = None,
+        key_dynamics: Dynamics | None = None,
+        **options: Any,
     ) -> Filtered:
+        """Call `kalmix.ops.attend`, after the iterations that move the query.
+
+        Args:
+            q, k, v: `[B, T, H, 2 C]` each.
+            value_dynamics: dynamics of values, if they are not those of keys.
+            variance: also return the variance.
+            belief: history to continue, or the pool of a step.
+            key_dynamics: dynamics of keys, if they are computed already.
+            options: times and segments, or the slots of a step.
+        """
         dtype = belief_dtype(q.dtype)
         q, k = (l2_normalize(q), l2_normalize(k)) if self.normalize else (q, k)
-        arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
-        arguments |= {"weight": self.weight, "window": self.window, "kernel": self.kernel}
-        step = torch.sigmoid(self.residual.to(dtype))[:, None]
+        dynamics: Dynamics = self.dynamics(dtype) if key_dynamics is None else key_dynamics
+        arguments: dict[str, Any] = dynamics._asdict() | self.robust_weights(dtype)
+        arguments |= {"weight": self.weight, "window": self.window, "kernel": self.kernel} | options
         for _ in range(self.iterations - 1):
             key_history = None if belief is None else replace_fields(belief, values=belief.keys)
-            key_estimate = ops.attend(q, k, k, belief=key_history, times=times, segments=segments, **arguments).mean
+            if "slots" in options:  # store the token once, in the last iteration
+                slots: Slots = options["slots"]
+                arguments["slots"] = Slots(slots.read, torch.full_like(slots.write, NO_SEQUENCE))
+            key_estimate = ops.attend(q, k, k, belief=key_history, **arguments).mean
+            step = torch.sigmoid(self.residual.to(dtype))[:, None]
             q = (q + step * (key_estimate - q)).to(q.dtype)
-        arguments |= {"value_dynamics": value_dynamics, "variance": variance}
-        return ops.attend(q, k, v, belief=belief, times=times, segments=segments, **arguments)
+        arguments |= options | {"value_dynamics": value_dynamics, "variance": variance}
+        return ops.attend(q, k, v, belief=belief, **arguments)

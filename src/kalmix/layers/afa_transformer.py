@@ -23,6 +23,7 @@ from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
 from kalmix.segments import Segments
+from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import can_check_values, check_positive_int
 
@@ -186,25 +187,32 @@ class AFATransformerBlock(Mixer):
         """Return the filtered states, `[B, T, 2 H C]`; see `TrajectoryLayer.read`. The layer has no variance."""
         previous = check_state(state, AFATransformerState, x, segments)
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
-        parts = [
-            part.unflatten(-1, (self.sizes.heads, -1))
-            for part in self.in_proj(mask_outside(x, segment_ids)).chunk(3, -1)
-        ]
-        options = {"segments": segments, "times": times, "window": self.window, "kernel": self.kernel}
+        mean, final_state = self._attend(mask_outside(x, segment_ids), previous, segments=segments, times=times)
+        if previous is not None:
+            _check_same_tokens(previous)
+        return Filtered(mask_outside(mean, segment_ids), None, final_state), segment_ids
+
+    def read_step(self, x: Tensor, pool: AFATransformerState, slots: Slots) -> tuple[Tensor, None]:
+        """Return the read-out `[B, 1, 2 H C]` of one token per row, and no context; update the pool in place."""
+        return self._attend(x, pool, slots=slots)[0], None
+
+    def _attend(
+        self, x: Tensor, previous: AFATransformerState | None, **options: Any
+    ) -> tuple[Tensor, AFATransformerState]:
+        """Return the read-out of tokens `[B, T, D]` and the new state; `options` are arguments of the op."""
+        parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1)]
+        options |= {"window": self.window, "kernel": self.kernel}
         with torch.autocast(x.device.type, enabled=False):
             lengths = [_length(part) for part in parts]
             units = [_scale(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))
             magnitude = self.magnitude(real, belief=None if previous is None else previous.magnitude, **options)
             direction = self.direction(units, belief=None if previous is None else previous.direction, **options)
-            if previous is not None:
-                _check_same_tokens(previous)
             sum_of_directions = to_state_dtype(units[2]) + to_state_dtype(direction.mean)
             z = to_state_dtype(magnitude.mean[..., :1]) * _scale(
                 sum_of_directions, _length(sum_of_directions), self.output_scale
             )
-        final_state = AFATransformerState(magnitude.belief, direction.belief)
-        return Filtered(mask_outside(z.flatten(2).to(parts[0].dtype), segment_ids), None, final_state), segment_ids
+        return z.flatten(2).to(parts[0].dtype), AFATransformerState(magnitude.belief, direction.belief)
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of magnitudes and directions."""

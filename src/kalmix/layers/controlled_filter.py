@@ -9,7 +9,7 @@ from kalmix.distributed.tensor_parallel import Plan
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.base import Mixer
 from kalmix.layers.parametrize import positive
-from kalmix.ops import kappa
+from kalmix.ops import Dynamics, kappa
 from kalmix.validation import check_positive_int
 
 
@@ -181,12 +181,16 @@ class ControlledFilter(AdaptiveFilterAttention):
         return Mixer.head_plan(self, ranks)
 
     def predict_state(
-        self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
+        self,
+        estimate: Tensor,
+        state_variance: Tensor | None,
+        v: Tensor,
+        horizon: Tensor | None,
+        dynamics: Dynamics | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Predict the state, apply the control, and return it with its complex variance."""
-        predicted, state_variance = super().predict_state(estimate, state_variance, v, horizon)
+        dynamics = self.state_dynamics(estimate.dtype) if dynamics is None else dynamics
+        predicted, state_variance = super().predict_state(estimate, state_variance, v, horizon, dynamics)
         duration = estimate.new_ones(()) if horizon is None else horizon.to(estimate.dtype)
-        steered = self.waypoint_control(
-            predicted.to(estimate.dtype), -self.state_dynamics(estimate.dtype).log_decay, duration
-        )
+        steered = self.waypoint_control(predicted.to(estimate.dtype), -dynamics.log_decay, duration)
         return steered.to(v.dtype), state_variance

@@ -75,6 +75,7 @@ class SteppedLayer(HeadSharding):
             True
         """
         layer: Any = self
+        self._check_constant_size()
         with torch.no_grad():
             active = (slots.read >= 0)[:, None, None]
             readout, context = self.read_step(torch.where(active, x, 0), pool, slots)
@@ -86,7 +87,6 @@ class SteppedLayer(HeadSharding):
         This form filters copies of the states. In rows of padding, it repeats the first other row.
         """
         layer: Any = self
-        self._check_constant_size()
         active = slots.read >= 0
         row = torch.where(active, torch.arange(len(active), device=active.device), active.int().argmax())
         (mean, _, after), context = layer.read(x[row], _take(pool, slots.read[row].clamp(min=0)))

@@ -231,7 +231,12 @@ class TrajectoryLayer(Mixer):
         return value_weight * to_state_dtype(v) + estimate_weight * to_state_dtype(filtered.mean), state_variance
 
     def predict_state(
-        self, estimate: Tensor, state_variance: Tensor | None, v: Tensor, horizon: Tensor | None
+        self,
+        estimate: Tensor,
+        state_variance: Tensor | None,
+        v: Tensor,
+        horizon: Tensor | None,
+        dynamics: Dynamics | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Predict the state `horizon` after each token.
 
@@ -240,6 +245,7 @@ class TrajectoryLayer(Mixer):
             state_variance: its complex variance `[B, T, H, 1 or C]`, or `None`.
             v: the tokens' own values `[B, T, H, 2 C]`.
             horizon: `[B, T]`; 1 by default.
+            dynamics: result of `state_dynamics`, if it is computed already.
 
         Returns:
             The predicted state in the dtype of `v`, and its complex variance.
@@ -248,7 +254,8 @@ class TrajectoryLayer(Mixer):
         if self.predict is None:
             return estimate.to(v.dtype), state_variance
         lag = estimate.new_ones(()) if horizon is None else horizon.to(dtype)
-        transition = StateTransition.of(self.state_dynamics(dtype), lag, noise=state_variance is not None)
+        dynamics = self.state_dynamics(dtype) if dynamics is None else dynamics
+        transition = StateTransition.of(dynamics, lag, noise=state_variance is not None)
         predicted = transition(estimate)
         if self.prediction_gate is None:
             if state_variance is not None:

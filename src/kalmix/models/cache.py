@@ -140,6 +140,10 @@ class BeliefLayer(CacheLayerMixin):
     def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
         """Return `None`: states are not updated in place."""
 
+    def get_pool(self, mixer: Mixer) -> Belief | None:
+        """Return the tensors that a step updates: the state."""
+        return self.get_state(mixer)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
 
@@ -235,9 +239,10 @@ class CacheOfCall(NamedTuple):
     layers: list[BeliefLayer]
     layout: InputLayout
 
-    def get_state(self, index: int, mixer: Mixer) -> Belief | None:
-        """Return the state from which the mixer of a block continues; `None` for its prior."""
-        return self.layers[index].get_state(mixer)
+    def get_state(self, index: int, mixer: Mixer, slots: Slots | None = None) -> Belief | None:
+        """Return the state from which the mixer of a block continues, or the pool of `slots`; `None` for its prior."""
+        layer = self.layers[index]
+        return layer.get_state(mixer) if slots is None else layer.get_pool(mixer)
 
     def slots(self, index: int, mixer: Mixer, x: Tensor) -> Slots | None:
         """Return the slots in which the mixer of a block updates the state in place; `None` if it returns a new one."""

@@ -58,8 +58,8 @@ class StackOutput(NamedTuple):
 class StateCache(Protocol):
     """Protocol of a cache that a stack reads and updates block by block, so that no tensor is kept for longer."""
 
-    def get_state(self, index: int, mixer: Mixer) -> Belief | None:
-        """Return the state from which the mixer of a block continues; `None` for its prior."""
+    def get_state(self, index: int, mixer: Mixer, slots: Slots | None = None) -> Belief | None:
+        """Return the state from which the mixer of a block continues, or the pool of `slots`; `None` for its prior."""
         ...
 
     def slots(self, index: int, mixer: Mixer, x: Tensor) -> Slots | None:
@@ -168,11 +168,15 @@ class BlockStack(nn.ModuleList):
                 shown = x if layout is None else layout.restore(x)
                 collected["hidden_states"].append(shown)
                 x = x if layout is None else layout.compact(shown)
-            state = None if states is None else states[index]
-            plain = not (output_beliefs or output_posterior)
+            mixer: Any = block.mixer
+            state, slots = None if states is None else states[index], None
+            if cache is not None:
+                plain = not (output_beliefs or output_posterior)
+                slots = cache.slots(index, mixer, x) if plain else None
+                state = cache.get_state(index, mixer, slots)
             output = block(
-                *(x, state if cache is None else cache.get_state(index, block.mixer), segments),
-                slots=cache.slots(index, block.mixer, x) if cache is not None and plain else None,
+                *(x, state, segments),
+                slots=slots,
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,

@@ -23,8 +23,9 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     """Layer of a `StaticCache` that stores the state of one mixer in buffers, which calls update in place.
 
     The first call allocates the buffers. A state of constant size has buffers of that size. A history, which stores
-    past tokens, has one slot for each of `max_cache_len` tokens, or for each token of the mixer's window. Values are
-    stored without autograd history. Last tokens cannot be removed; use `snapshot` and `restore`.
+    past tokens, has one slot for each of `max_cache_len` tokens, or for each token of the mixer's window. If the mixer
+    steps in place, its history is a ring: the token at position p is in slot p mod S of S slots. Values are stored
+    without autograd history. Last tokens cannot be removed; use `snapshot` and `restore`.
 
     Args:
         max_cache_len: maximum number of tokens of a sequence, padding included.
@@ -32,6 +33,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     Attributes:
         in_place: whether mixers that can do so update the buffers in decoding steps, instead of returning a state that
             is copied into them; `capture_decoding` sets it.
+        rings: whether histories are rings, as `kalmix.steps.attend` expects them.
         rows: indices of the buffers' rows, int32 `[N]`; `None` before the first such step.
         tensors: buffers; without meaning unless `is_initialized`.
         structure: structure of the state; `None` if there are no buffers yet.
@@ -49,6 +51,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.mixer: str | None = None
         self.window: int | None = None
         self.in_place: bool = False
+        self.rings: bool = False
         self.rows: Tensor | None = None
         self.tensors: list[Tensor] = []
         self.structure: Structure = None
@@ -59,7 +62,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         if not self.is_initialized:
             return CacheEntry()
         state = rebuild([x.clone() for x in self.tensors], self.structure)
-        return CacheEntry(state, int(self.cumulative_length), mixer=self.mixer)
+        return CacheEntry(self._in_order(state), int(self.cumulative_length), mixer=self.mixer)
 
     def set_entry(self, value: CacheEntry) -> None:
         """Copy the contents of a layer into the buffers.
@@ -71,7 +74,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             ArgumentError: the shapes differ.
         """
         if value.tokens:
-            self._fill(value.state)
+            self._fill(_as_rings(value.state) if self.rings else value.state)
         self.is_initialized = value.tokens > 0
         self.mixer = value.mixer
         self.cumulative_length.fill_(value.tokens)
@@ -91,16 +94,29 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             batch: number of sequences.
             dtype: dtype of the mixer's input.
         """
-        self.window = mixer.window
+        self.window, self.rings = mixer.window, mixer.steps_in_place
         device = next(mixer.parameters()).device
         with torch.no_grad():
             _, prior = mixer(torch.zeros(batch, 0, mixer.hidden_size, dtype=dtype, device=device))
         self._clear(prior)
 
     def get_state(self, mixer: Mixer) -> Belief | None:
-        """Return the buffers; `None` for the prior of `mixer`. Raises `ArgumentError` for those of another mixer."""
+        """Return the contents, with the tokens of histories in order; `None` for the prior of `mixer`.
+
+        Raises:
+            ArgumentError: the buffers are those of another mixer.
+        """
+        pool = self.get_pool(mixer)
+        return None if pool is None else self._in_order(pool)
+
+    def get_pool(self, mixer: Mixer) -> Belief | None:
+        """Return the buffers, in which a step updates the state; `None` before the first token.
+
+        Raises:
+            ArgumentError: the buffers are those of another mixer.
+        """
         self.bind(mixer)
-        self.window = mixer.window
+        self.window, self.rings = mixer.window, mixer.steps_in_place
         return rebuild(self.tensors, self.structure) if self.is_initialized else None
 
     def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
@@ -122,7 +138,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
 
         Raises:
             ArgumentError: there are more than `max_cache_len` tokens. On a GPU, or compiled, a history instead writes
-                to an index that is out of range.
+                to an index that is out of range, or loses the oldest tokens if it is a ring.
         """
         added, length = mixer_input.shape[1], self.cumulative_length
         if can_check_values(length) and int(length) + added > self.max_cache_len:
@@ -134,7 +150,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self.is_initialized = True
         with torch.no_grad():
             if not all(x is buffer for x, buffer in zip(flatten(state)[0], self.tensors, strict=False)):
-                _store(rebuild(self.tensors, self.structure), state, self.window, continued)
+                _store(rebuild(self.tensors, self.structure), state, self.window, continued, self.rings)
             self.cumulative_length.add_(added)
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -154,6 +170,10 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return the length and the offset of a mask over all tokens."""
         return self.max_cache_len, 0
+
+    def _in_order(self, state: Any) -> Any:
+        """Return a state whose histories have their tokens in order: a copy if a ring may have begun again."""
+        return _sort(state) if self.rings and self.window is not None else state
 
     def _clear(self, state: Any) -> None:
         """Set all buffers to 0 and empty histories; allocate them if they do not have the shapes for `state`."""
@@ -183,17 +203,42 @@ def _empty(state: Any, slots: int) -> Any:
     return empty
 
 
-def _store(buffers: Any, state: Any, window: int | None, continued: bool) -> None:
+def _sort(state: Any) -> Any:
+    """Return a state whose histories have their tokens in order, after empty slots."""
+    if isinstance(state, Tensor):
+        return state
+    if not hasattr(state, "positions"):
+        return type(state)(*map(_sort, state))
+    sequence = torch.arange(state.positions.shape[0], device=state.positions.device)[:, None]
+    return type(state)(*(x[sequence, state.positions.argsort(1)] for x in state))
+
+
+def _as_rings(state: Any) -> Any:
+    """Return a state whose histories are rings with the same number of slots."""
+    if isinstance(state, Tensor):
+        return state
+    if not hasattr(state, "positions"):
+        return type(state)(*map(_as_rings, state))
+    rings = _empty(state, state.positions.shape[1])
+    _store(rings, state, None, False, True)
+    return rings
+
+
+def _store(buffers: Any, state: Any, window: int | None, continued: bool, rings: bool) -> None:
     """Copy a state into buffers.
 
     A history that fills its window is copied. Otherwise its tokens are written to the slots after their positions. So
     slots stay in the order of positions, and slot 0 is empty; padding, whose position is -1, is written there.
+
+    In rings, tokens are written to the slots of their positions, modulo the number of slots. Padding is written to the
+    last slot: it has no token if a sequence has fewer tokens than slots, and otherwise there is no padding.
 
     Args:
         buffers: result of `_empty`.
         state: state of the same type.
         window: number of slots of a history with a window.
         continued: whether a history begins with the slots of the buffers, followed by new tokens.
+        rings: whether histories are rings.
     """
     if isinstance(buffers, Tensor):
         if state.device.type == "cpu" and torch.compiler.is_compiling():
@@ -203,14 +248,16 @@ def _store(buffers: Any, state: Any, window: int | None, continued: bool) -> Non
         return
     if hasattr(buffers, "positions"):
         slots = buffers.positions.shape[1]
-        if not slots == window == state.positions.shape[1]:
-            new = type(state)(*(x[:, slots:] for x in state)) if continued else state
+        fills_window = slots == window == state.positions.shape[1]
+        if rings or not fills_window:
+            new = type(state)(*(x[:, slots:] for x in state)) if continued and not fills_window else state
             sequence = torch.arange(new.positions.shape[0], device=new.positions.device)[:, None]
+            index = new.positions % slots if rings else new.positions + 1
             for buffer, x in zip(buffers, new, strict=True):
-                buffer[sequence, new.positions + 1] = x.to(buffer.dtype)
+                buffer[sequence, index] = x.to(buffer.dtype)
             return
     for buffer, x in zip(buffers, state, strict=True):
-        _store(buffer, x, window, continued)
+        _store(buffer, x, window, continued, rings)
 
 
 def _row_shapes(state: Any) -> list[torch.Size]:
