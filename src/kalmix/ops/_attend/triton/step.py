@@ -25,10 +25,10 @@ SUMS = tl.constexpr(4)  # numbers of a program's result before its sums of value
 TURN = tl.constexpr(6.283185307179586)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def place_tokens(
-    times, positions, read, given_times, now, place, times_slot, positions_slot, time_row,
-    S: tl.constexpr, BLOCK: tl.constexpr, GIVEN: tl.constexpr,
+    times, positions, read, given_times, now, place, times_slot, positions_slot, time_row, S,
+    BLOCK: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """Compute the position and the time of each row's token."""
     row = tl.program_id(0).to(tl.int64)
@@ -65,13 +65,13 @@ def lag_variances(lag, rate, process, key, query):
     return decay, tl.maximum(state, TINY), tl.maximum(state + query, TINY)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S", "WINDOW"])
 def attend_split(
     q, k, v, keys, values, times, positions, read, write, now, place, results,
     log_decay, frequency, process_noise, key_noise, query_noise,
     value_log_decay, value_frequency, value_process, value_key, value_query, nu, temperature, floor,
-    q_row, q_head, k_row, k_head, v_row, keys_slot, values_slot, times_slot, positions_slot,
-    H: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr, S: tl.constexpr, WINDOW: tl.constexpr,
+    q_row, q_head, k_row, k_head, v_row, keys_slot, values_slot, times_slot, positions_slot, S, WINDOW,
+    H: tl.constexpr, R: tl.constexpr, C: tl.constexpr, D: tl.constexpr,
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -176,10 +176,10 @@ def attend_split(
     tl.store(at + SUMS + COLUMNS + column, sum_im)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "S"])
 def add_splits(
-    results, times, positions, read, write, now, place, mean, variance, times_slot, positions_slot, splits,
-    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
+    results, times, positions, read, write, now, place, mean, variance, times_slot, positions_slot, splits, S,
+    H: tl.constexpr, R: tl.constexpr, D: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
     VARIANCE: tl.constexpr,
 ):  # fmt: skip
     """Add the results of all parts of a row and key head; the first head stores times and positions."""
@@ -255,24 +255,24 @@ def step(
     strides = [x.stride(0) for x in pool]
     Launch(place_tokens, (batch,), (
         pool.times, pool.positions, slots.read, now if given is None else given, now, place, *strides[2:],
-        0 if given is None else given.stride(0),
+        0 if given is None else given.stride(0), size,
     ), {
-        "S": size, "BLOCK": min(TIMES, triton.next_power_of_2(size)), "GIVEN": given is not None, "num_warps": 4,
+        "BLOCK": min(TIMES, triton.next_power_of_2(size)), "GIVEN": given is not None, "num_warps": 4,
     }).run()  # fmt: skip
     Launch(attend_split, (batch, heads, splits), (
         q, k, v, *pool, *slots, now, place, results, *(x.contiguous() for x in (*keys, *values, *weighting[:3])),
-        *row_strides(q), *row_strides(k), v.stride(0), *strides,
+        *row_strides(q), *row_strides(k), v.stride(0), *strides, size,
+        size if weighting.window is None else weighting.window,
     ), {
-        "H": heads, "R": group, "C": width // 2, "D": channels, "S": size,
-        "WINDOW": size if weighting.window is None else weighting.window,
+        "H": heads, "R": group, "C": width // 2, "D": channels,
         "SHARED": signals.value_dynamics is None, "RATIONAL": weighting.rational,
         "SPLIT": SPLIT, "BLOCK": min(block, SPLIT), "CHANNELS": padded, "COLUMNS": columns, "num_warps": 4,
     }).run()  # fmt: skip
     Launch(add_splits, (batch, heads), (
         results, pool.times, pool.positions, *slots, now, place, mean, mean if read_variance is None else read_variance,
-        *strides[2:], splits,
+        *strides[2:], splits, size,
     ), {
-        "H": heads, "R": group, "D": channels, "S": size, "COLUMNS": columns,
+        "H": heads, "R": group, "D": channels, "COLUMNS": columns,
         "BLOCK": min(TIMES, triton.next_power_of_2(size)), "VARIANCE": variance, "num_warps": 4,
     }).run()  # fmt: skip
     return mean, read_variance if variance else None
