@@ -113,14 +113,15 @@ def attend_split(
         at_time = tl.load(times + source * times_slot + index, mask=visible & (is_new == 0), other=0.0)
         lag = tl.where(visible & (is_new == 0), tl.maximum(time - at_time, 0.0), 0.0)
 
+        loaded = (visible | (inside & (source != target)))[:, None]  # tokens to attend to or to copy
         at_key = ((index * H + head) * 2 * C)[:, None] + channel[None, :]
-        key_mask = inside[:, None] & has_channel[None, :]
+        key_mask = loaded & has_channel[None, :]
         k_re = tl.load(keys + source * keys_slot + at_key, mask=key_mask, other=0.0)
         k_im = tl.load(keys + source * keys_slot + at_key + C, mask=key_mask, other=0.0)
         k_re = tl.where(is_new[:, None], new_k_re[None, :], k_re)
         k_im = tl.where(is_new[:, None], new_k_im[None, :], k_im)
         at_value = (index * (H * R * 2 * D))[:, None] + real[None, :]
-        value_mask = inside[:, None] & has_column[None, :]
+        value_mask = loaded & has_column[None, :]
         v_re = tl.load(values + source * values_slot + at_value, mask=value_mask, other=0.0)
         v_im = tl.load(values + source * values_slot + at_value + D, mask=value_mask, other=0.0)
         v_re = tl.where(is_new[:, None], new_v_re[None, :], v_re)
