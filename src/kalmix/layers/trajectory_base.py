@@ -54,12 +54,16 @@ class StateTransition(NamedTuple):
     noise: Tensor | float
 
     @classmethod
-    def of(cls, dynamics: Dynamics, lag: Tensor, noise: bool = True) -> StateTransition:
-        """Return the transition over lags `[...]` under the dynamics of all heads, with its noise if requested."""
-        angle = dynamics.frequency * lag[..., None, None]
-        decay = (dynamics.log_decay * lag[..., None]).exp()
+    def of(cls, dynamics: Dynamics, lag: Tensor | None, noise: bool = True) -> StateTransition:
+        """Return the transition over lags `[...]`, by default 1, under the dynamics of all heads.
+
+        Its noise is computed if requested.
+        """
+        angle = dynamics.frequency if lag is None else dynamics.frequency * lag[..., None, None]
+        decay = (dynamics.log_decay if lag is None else dynamics.log_decay * lag[..., None]).exp()
         if not noise:
             return cls(decay[..., None], (angle.cos(), angle.sin()), 0.0)
+        lag = torch.ones_like(decay[0]) if lag is None else lag
         accumulated = dynamics.process_noise * kappa(-dynamics.log_decay, lag[..., None])
         return cls(decay[..., None], (angle.cos(), angle.sin()), accumulated[..., None])
 
@@ -253,7 +257,7 @@ class TrajectoryLayer(Mixer):
         dtype = estimate.dtype
         if self.predict is None:
             return estimate.to(v.dtype), state_variance
-        lag = estimate.new_ones(()) if horizon is None else horizon.to(dtype)
+        lag = None if horizon is None else horizon.to(dtype)
         dynamics = self.state_dynamics(dtype) if dynamics is None else dynamics
         transition = StateTransition.of(dynamics, lag, noise=state_variance is not None)
         predicted = transition(estimate)
