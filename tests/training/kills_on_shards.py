@@ -56,7 +56,7 @@ class Pretrain(Train):
 
     def results(self) -> dict[str, Any]:
         history = json.loads((self.output / "history.json").read_text())
-        names = ("loss", "grad_norm", "eval_loss")
+        names = ("loss", "grad_norm", "eval_loss", "epoch")
         curve = [(row["tokens"], *(row.get(name) for name in names)) for row in history if "train_runtime" not in row]
         weights = (self.output / "model" / "model.safetensors").read_bytes()
         return {"curve": curve, "weights": weights, "temporary files left": list(self.output.rglob(f"{PARTIAL}*"))}

@@ -256,8 +256,8 @@ class StopError(Exception):
     """End of a session of training."""
 
 
-def train(loader: TokenLoader, output: Path, steps: int, resume: bool, **options: Any) -> list[float]:
-    """Train a tiny model to `steps`, and return its losses by step."""
+def train(loader: TokenLoader, output: Path, steps: int, resume: bool, **options: Any) -> list[tuple[float, float]]:
+    """Train a tiny model to `steps`, and return its losses and epochs by step."""
 
     class LoaderTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -279,7 +279,7 @@ def train(loader: TokenLoader, output: Path, steps: int, resume: bool, **options
     trainer._save_checkpoint = save  # type: ignore[method-assign]
     with suppress(StopError):
         trainer.train(resume_from_checkpoint=resume)
-    return [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return [(row["loss"], row["epoch"]) for row in trainer.state.log_history if "loss" in row]
 
 
 def test_the_trainer_resumes_at_the_exact_batch(folder: Path, tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ class DataPosition(TrainerCallback, ExportableState):
     """Callback that stores the position of a `TokenLoader` in each checkpoint, and restores it when training resumes.
 
     `Trainer.get_train_dataloader` must return the loader. The arguments of training need `ignore_data_skip=True`: the
-    loader goes to its position at once, without reading what is before it.
+    loader goes to its position at once, without reading what is before it. `epoch` in the log is the fraction of
+    `max_steps` that is done, since the loader has no length.
 
     Args:
         loader: loader of the training batches.
@@ -59,3 +60,7 @@ class DataPosition(TrainerCallback, ExportableState):
             raise ArgumentError("ignore_data_skip", got=False, expected="True, since the loader restores its position")
         stored = stored[-1] if isinstance(stored, list) else stored
         self.loader.load_state_dict(stored["attributes"]["position"])
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
+        """Set `epoch` of the log, for which the Trainer counts the steps of the present session only."""
+        state.epoch = state.global_step / state.max_steps
