@@ -115,8 +115,8 @@ class Run(ABC):
             for stream in (1, 2):
                 os.dup2(log.fileno(), stream)
         self.counted.unlink(missing_ok=True)
-        count = _count_events(self.output, event)
-        _note_steps(self.trainer, self.notes)
+        count = count_events(self.output, event)
+        note_steps(self.trainer, self.notes)
         sys.argv = ["kalmix", *command]
         status = 0
         try:
@@ -140,12 +140,12 @@ def complete(checkpoint: Path) -> bool:
     return True
 
 
-def _note_steps(trainer: Any, notes: Path) -> None:
-    """Make a trainer log each step when it begins and each checkpoint when it is saved."""
+def note_steps(trainer: Any, notes: Path, work: str = "train") -> None:
+    """Make a trainer log each step when it begins and each checkpoint when it is saved; `work` is its name."""
     step, save = trainer.training_step, trainer._save_checkpoint
 
     def note(self: Any, what: str) -> None:
-        name = f"{self.cell.layer}-{self.cell.seed}" if hasattr(self, "cell") else "train"
+        name = f"{self.cell.layer}-{self.cell.seed}" if hasattr(self, "cell") else work
         with notes.open("a") as file:
             file.write(f"{name} {what} {self.state.global_step}\n")
 
@@ -160,15 +160,26 @@ def _note_steps(trainer: Any, notes: Path) -> None:
     trainer.training_step, trainer._save_checkpoint = training_step, save_checkpoint
 
 
-def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
-    """Count file events under `output`, kill this process at number `stop`; return a function of the count."""
+def kill_self(event: str) -> None:
+    """Kill this process."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def count_events(output: Path, stop: int | None, kill: Callable[[str], None] = kill_self) -> Callable[[], int]:
+    """Count file events under `output`; return a function of the count.
+
+    Args:
+        output: folder to watch.
+        stop: number of the event before which `kill` is called; `None` for none.
+        kill: function that kills this process; its argument describes the event.
+    """
     events, folder, fsync = 0, str(output), os.fsync
 
-    def count() -> None:
+    def count(event: str) -> None:
         nonlocal events
         events += 1
         if events == stop:
-            os.kill(os.getpid(), signal.SIGKILL)
+            kill(event)
 
     def hook(name: str, given: tuple[Any, ...]) -> None:
         if name not in EVENTS:
@@ -179,10 +190,10 @@ def _count_events(output: Path, stop: int | None) -> Callable[[], int]:
         else:  # shutil.rmtree passes names relative to an open folder
             inside = str(given[0]).startswith(folder) or (name in ("os.remove", "os.rmdir") and given[1] != -1)
         if inside:
-            count()
+            count(f"{name} {given[0]}")
 
     def synced(handle: int) -> None:
-        count()
+        count(f"fsync {Path(f'/proc/self/fd/{handle}').readlink()}")
         fsync(handle)
 
     sys.addaudithook(hook)

@@ -21,15 +21,16 @@ from accelerate.utils import DistributedType
 from torch import Tensor, distributed, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import Trainer, TrainerCallback
+from transformers import TrainerCallback
 
+from distributed.fsdp_on_cpu import allow_fsdp_on_cpu
 from distributed.ranks import start
 from kalmix import ArgumentError
 from kalmix.distributed import shard_dynamics
 from kalmix.distributed.sharding import DYNAMICS
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM, LanguageModel
-from kalmix.training import Recipe, trainer
+from kalmix.training import Recipe
 from kalmix.training.run import train
 
 WRAPPER = "_checkpoint_wrapped_module."
@@ -207,17 +208,9 @@ class Halt(TrainerCallback):
 
 
 def train_sharded(rank: int, world: int, folder: str, name: str, resume: bool, halt: int | None) -> None:
-    """Run `kalmix train` with FSDP2, which accelerate has for accelerators only."""
+    """Train by a recipe with FSDP2."""
     join(rank, world, folder)
-    postprocess = Trainer.create_accelerator_and_postprocess
-
-    def with_fsdp(self: Trainer) -> None:
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-        postprocess(self)
-        assert self.accelerator.is_fsdp2
-
-    Trainer.create_accelerator_and_postprocess = with_fsdp
-    trainer.has_fsdp = lambda: True
+    allow_fsdp_on_cpu()
     recipe = Recipe(text=f"{folder}/text.txt", tokenizer="bytes", layers=("kla", "bayesian"), hidden_size=16, steps=4)
     recipe = replace(recipe, seq_len=16, batch_size=1, batch_tokens=96, fsdp=True)
     callbacks = [] if halt is None else [Halt(halt)]
