@@ -5,6 +5,8 @@ import runpy
 import sys
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -21,6 +23,7 @@ def test_your_own_design(tmp_path, monkeypatch, capsys):
     assert all(0 < float(bits) < 8 for _, bits in results)
 
 
+@pytest.mark.slow
 def test_denoise_digits(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["denoise_digits.py", "--epochs", "4"])
     runpy.run_path(str(EXAMPLES / "denoise_digits.py"), run_name="__main__")

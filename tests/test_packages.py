@@ -30,6 +30,7 @@ def test_the_library_does_not_import_kalmix_bench(folder: str) -> None:
     assert not [path for path in (ROOT / folder).rglob("*.py") if "kalmix_bench" in imported(path)]
 
 
+@pytest.mark.slow
 def test_help_lists_bench_and_does_not_import_it() -> None:
     code = "import sys; from kalmix.cli import main; sys.argv[1:] = ['--help']; import atexit;"
     code += "atexit.register(lambda: print('kalmix_bench' in sys.modules)); main()"

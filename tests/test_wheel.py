@@ -53,6 +53,7 @@ def test_citation_has_the_version() -> None:
     assert f"\nversion: {kalmix.__version__}\n" in (ROOT / "CITATION.cff").read_text()
 
 
+@pytest.mark.slow
 def test_wheel_filters(in_wheel: Run) -> None:
     result = in_wheel("python", "-c", FILTER)
     assert result.returncode == 0, result.stderr

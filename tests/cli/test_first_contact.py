@@ -148,14 +148,16 @@ def test_narrow_terminals_cut_nothing(kalmix, line: str) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in result.output and "\N{BOX DRAWINGS LIGHT VERTICAL}" not in result.output
 
 
-@pytest.mark.parametrize("line", ["--help", "explain", "explain nothing"])
+@pytest.mark.parametrize(
+    "line", ["--help", *(pytest.param(x, marks=pytest.mark.slow) for x in ("explain", "explain nothing"))]
+)
 def test_output_to_an_ascii_terminal_is_ascii(line: str) -> None:
     result = run(*line.split(), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert "Traceback" not in result.stderr and (result.stdout + result.stderr).isascii()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("line", ["--version", "explain"])
+@pytest.mark.parametrize("line", ["--version", pytest.param("explain", marks=pytest.mark.slow)])
 def test_full_standard_output_is_one_error(line: str) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "kalmix.cli", *line.split()]
@@ -206,7 +208,9 @@ MISSING = [
 ]
 
 
-@pytest.mark.parametrize("extras", [(), pytest.param(("cli",), marks=pytest.mark.slow), ("cli", "hf")])
+@pytest.mark.parametrize(
+    "extras", [pytest.param((), marks=pytest.mark.slow), pytest.param(("cli",), marks=pytest.mark.slow), ("cli", "hf")]
+)
 def test_missing_packages_are_named_with_their_install_command(extras: tuple[str, ...]) -> None:
     cases = [(code, message) for given, code, message in MISSING if given == extras]
     results = run_with_extras(extras, [code for code, _ in cases])

@@ -91,6 +91,7 @@ def test_interrupted_report_prints_the_command_that_repeats_it(
     assert numbers(run_folder) == wanted
 
 
+@pytest.mark.slow
 def test_run_interrupted_in_its_last_step_is_not_evaluated(
     kalmix, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,6 +139,7 @@ def test_unfinished_run_is_refused(kalmix, run_folder: Path, tmp_path: Path) -> 
     assert result.status == 2 and "before it saved anything" in result.errors and result.errors.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_changed_text_or_tokenizer_is_refused(kalmix, text_file: Path, tmp_path: Path) -> None:
     text, folder = tmp_path / "text.txt", tmp_path / "run"
     shutil.copy(text_file, text)

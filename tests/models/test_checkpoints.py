@@ -49,6 +49,7 @@ model.save_pretrained(path + "/again")
 """
 
 
+@pytest.mark.slow
 def test_auto_classes_load_in_a_new_process(tmp_path):
     """`AutoModelForCausalLM` finds kalmix without an import of it, and its model saves the same files."""
     model = build("hybrid")
@@ -195,6 +196,7 @@ def test_resized_vocabulary():
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
 
 
+@pytest.mark.slow
 def test_language_model_does_not_need_transformers():
     code = (
         "import sys; sys.modules['transformers'] = None  # as if it were not installed\n"

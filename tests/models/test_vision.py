@@ -95,6 +95,7 @@ def cross_entropy(model: nn.Module) -> torch.Tensor:
     return nn.functional.cross_entropy(model(torch.randn(10, 3, 64, 64)).float(), torch.arange(10) % 5)
 
 
+@pytest.mark.slow
 def test_compiles_to_one_graph():
     torch.manual_seed(0)
 

@@ -94,9 +94,14 @@ SHAPES = [  # batch, tokens, (key heads, value heads), (key, value width), decay
     (1, 19, (1, 1), (130, 1), "head", None, True, torch.float32),  # a covariance too wide for one program
     (1, 6, (1, 1), (130, 1), "key", SHORT_SPANS, False, torch.float32),  # with segments
     (1, 67, (1, 1), (4, 2), "pair", None, True, torch.float32),  # rotations
-    (2, 39, (1, 2), (6, 2), "pair", SPANS, False, torch.float32),
-    (1, 18, (1, 1), (20, 3), "pair", None, True, HALF),
-    (1, 19, (1, 1), (130, 1), "pair", None, True, torch.float32),
+    *(
+        pytest.param(*shape, marks=pytest.mark.slow)
+        for shape in (
+            (2, 39, (1, 2), (6, 2), "pair", SPANS, False, torch.float32),
+            (1, 18, (1, 1), (20, 3), "pair", None, True, HALF),
+            (1, 19, (1, 1), (130, 1), "pair", None, True, torch.float32),
+        )
+    ),
 ]
 if DEVICE == "cuda":  # every combination of width, decay, dtype and variance
     SHAPES += [

@@ -136,8 +136,15 @@ def test_op_passes_opcheck(name, device, packed):
         _check(*calls[called])
 
 
-@pytest.mark.parametrize("strided", [False, True])
-@pytest.mark.parametrize("name", FUSED)
+INTERPRETED = ("attend_radial_triton", "recurrent_afa_triton")
+FUSED_CASES = [
+    pytest.param(name, strided, marks=[pytest.mark.slow] if strided and name in INTERPRETED else [])
+    for name in FUSED
+    for strided in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "strided"), FUSED_CASES)
 def test_fused_op_passes_opcheck(name, strided):
     """Also with inputs of other strides, on which those of the results must not depend."""
     given = tree_map_only(Tensor, lambda x: x.to(DEVICES[-1]), FUSED[name]())

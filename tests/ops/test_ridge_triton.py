@@ -150,7 +150,7 @@ def test_dry_run_compiles_every_launched_kernel(monkeypatch: pytest.MonkeyPatch,
     belief = RidgeBelief(cross, gram)
     fused.ridge(RidgeSignals(*signals), belief, segments, False, USUAL, Chebyshev(2)).mean.sum().backward()
     assert log[True] == log[False]
-    assert len(log[True]) == 8
+    assert len(log[True]) == (8 if segments is None else 10)  # two write the tables of tiles
 
 
 def test_half_precision_reads_fewer_tokens_than_columns_accurately() -> None:

@@ -220,7 +220,11 @@ def tolerances(name, signals, prior, dtype):
     return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
 
 
-TRIED = [pytest.param(*case, marks=pytest.mark.slow) if case[0].endswith("-wide") else case for case in CASES]
+def is_slow(name, kernel, dtype):
+    return name.endswith("-wide") or (kernel == "triton" and dtype == HALF and name not in ("delta", "attend"))
+
+
+TRIED = [pytest.param(*case, marks=[pytest.mark.slow] if is_slow(*case) else []) for case in CASES]
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), TRIED)

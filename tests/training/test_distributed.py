@@ -67,7 +67,8 @@ eval_tokens = 0
 """
 
 
-@pytest.mark.parametrize("packing", [pytest.param("best-fit", marks=pytest.mark.slow), "stream"])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", ["best-fit", "stream"])
 def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "recipe.toml").write_text(RECIPE.format(shards=str(shards), packing=packing))
     alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")

@@ -74,7 +74,7 @@ def test_training_keeps_no_logits(bf16, recipe, tmp_path: Path, monkeypatch) -> 
     assert len(heads) > 1 and ended.held_out
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_resumed_run_equals_the_uninterrupted_run(recipe, tmp_path: Path, number: int) -> None:
     before = signal.getsignal(signal.SIGINT)  # ignored, if a shell started this in the background
     whole = train(recipe(grad_accum=2), tmp_path / "whole")
@@ -88,6 +88,7 @@ def test_resumed_run_equals_the_uninterrupted_run(recipe, tmp_path: Path, number
         torch.testing.assert_close(rest.model.state_dict()[name], value, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_run_resumes_from_the_newest_intact_checkpoint(recipe, tmp_path: Path) -> None:
     train(recipe(), tmp_path, callbacks=[Kill(5)])
     found = sorted((tmp_path / "checkpoints").iterdir())
@@ -111,7 +112,16 @@ def test_folder_with_a_run_is_not_overwritten(recipe, tmp_path: Path) -> None:
             train(recipe(steps=1), tmp_path, resume=resume)
 
 
-@pytest.mark.parametrize("change", [{"hidden_size": 16}, {"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": 16},
+        *(
+            pytest.param(x, marks=pytest.mark.slow)
+            for x in ({"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4})
+        ),
+    ],
+)
 def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path, change: dict) -> None:
     train(recipe(), tmp_path, callbacks=[Kill(2)])
     with pytest.raises(ArgumentError, match=rf"`{next(iter(change))}` is .*in the run to resume"):
@@ -130,6 +140,7 @@ def test_wrong_arguments_of_train_are_named(recipe, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_time_limit_ends_a_run_with_learning_rate_zero(recipe, tmp_path: Path) -> None:
     ended = train(recipe(steps=None, minutes=0.04), tmp_path)
     history = json.loads((tmp_path / "history.json").read_text())

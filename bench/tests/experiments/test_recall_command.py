@@ -40,6 +40,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BENCHES["mqar"], "laptop", (_RECALL,))
 
 
+@pytest.mark.slow
 def test_layers_are_run_once_and_reported_next_to_papers(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "mad", "--task", "selective-copying", "--device", "cpu", "--output", tmp_path, "--seeds", 2)
     result = kalmix(*asked)

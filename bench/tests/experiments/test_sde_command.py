@@ -22,6 +22,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sde_report, "calibration", functools.partial(sde_report.calibration, trajectories=10))
 
 
+@pytest.mark.slow
 def test_models_are_trained_compared_and_drawn_once(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "sde", "--settings", "figure-1b", "--models", "afa,softmax-2", "--seeds", 2, "--device", "cpu")
     result = kalmix(*asked, "--output", tmp_path)

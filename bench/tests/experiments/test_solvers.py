@@ -153,6 +153,7 @@ def depths() -> dict[str, Any]:
     return {"rows": rows, "scaled": {(x["scale"], x["solver"]): x["parameters"] for x in found["scaled"]}}
 
 
+@pytest.mark.slow
 def test_gradients_of_published_conjugate_gradients_degrade_with_depth() -> None:
     """Figure 1e, with the 1e-5 that MesaNet's kernels add to divisors."""
     rows = depths()["rows"]

@@ -40,6 +40,7 @@ def test_learns_digits(tmp_path):
         train(SMALL, tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_resumes(tmp_path):
     """A run that was cut off behind its first epoch ends as if it had not been."""
 

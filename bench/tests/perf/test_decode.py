@@ -52,6 +52,7 @@ def test_steps_that_are_not_captured_are_no_row() -> None:
     assert found["status"] == "failed" and "the model is on cpu" in found["reason"]
 
 
+@pytest.mark.slow
 def test_state_bytes_are_those_of_the_cache() -> None:
     """Two layers of Llama hold keys and values of every token but the last; ours hold the same for any prompt."""
     tokens, width = TINY.seq_len + 8 - 1, TINY.hidden_size

@@ -76,6 +76,7 @@ def test_steps_reduce_the_loss_and_store_no_gradients() -> None:
     assert not trainer.is_finite()
 
 
+@pytest.mark.slow
 def test_the_compiled_mode_compiles_the_model_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
@@ -170,6 +171,7 @@ def test_the_deadline_ends_the_command_and_another_call_continues(kalmix, tmp_pa
     assert "2 of 2 rows are missing" in result.output
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_are_an_exit_status(kalmix, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(measure.Trainer, "is_finite", lambda self: False)
     result = run(kalmix, tmp_path, "--rows", "attention")

@@ -60,6 +60,7 @@ def test_shards_hold_every_document_once(corpus: Path, prepared: tuple[Path, Man
     assert manifest.tokenizer_sha256 == wanted
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_does_not_change_the_shards(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
