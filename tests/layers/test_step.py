@@ -5,17 +5,43 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
-from kalmix import ArgumentError, Segments, steps
-from kalmix.layers import KLA, AdaptiveFilterAttention, BayesianLayer, GatedDeltaNet, GatedKalmaNet, Mamba2
+from kalmix import ArgumentError, Segments, checks, steps
+from kalmix.layers import (
+    KLA,
+    AdaptiveFilterAttention,
+    AFATransformerBlock,
+    Attention,
+    BayesianLayer,
+    ControlledFilter,
+    GatedDeltaNet,
+    GatedKalmaNet,
+    Mamba2,
+    RadialTangentialAttention,
+)
 from kalmix.ops import Chebyshev
+from kalmix.ops._attend import visible_slots
 from kalmix.testing.scheduler import check_steps, make_workload
 from kalmix.types import Filtered
 
 from .conftest import LAYERS, shake
 
 SEQUENCES, TOKENS, WIDTH = 5, 6, 12
-HISTORIES = [name for name in LAYERS if name.startswith(("afa", "rt-afa", "attention", "controlled"))]
+ROOM = 2 * TOKENS  # for tokens of a sequence and wrong drafts after them
+HEADS = {"heads": 2, "head_dim": 4}
+AFA_PARTS = {"iterations": 2, "value_dynamics": True, "confidence": True}
+SLOW = {AdaptiveFilterAttention, AFATransformerBlock}  # in Triton's interpreter
+TRITON_STEPS = {
+    GatedDeltaNet: HEADS,
+    Mamba2: HEADS,
+    KLA: {},
+    BayesianLayer: HEADS,
+    GatedKalmaNet: HEADS | {"ridge": 0.1, "solver": Chebyshev(8)},
+    AdaptiveFilterAttention: HEADS | AFA_PARTS,
+    ControlledFilter: HEADS | {"rank": 2, "window": 4},
+    AFATransformerBlock: HEADS | {"window": 4},
+}
 
 
 class Inputs(NamedTuple):
@@ -36,9 +62,9 @@ def rebuild(state, tensors):
 
 
 def check_layer(layer, dtype=torch.float64, bound=1e-9, device="cpu"):
-    """Check steps of a layer with a scheduler; its state is a flat tuple of tensors there."""
+    """Check steps of a layer with a scheduler; its state is a flat tuple of tensors there, and histories are rings."""
     layer = layer.to(device, dtype).requires_grad_(False)
-    example = layer.state_pool(1)
+    example = layer.state_pool(1, tokens=ROOM)
     names = [f"x{index}" for index, _ in enumerate(leaves(example))]
     flat = type("Flat", (namedtuple("Flat", names),), {"take": lambda self, index: flat(*(x[index] for x in self))})
 
@@ -50,14 +76,16 @@ def check_layer(layer, dtype=torch.float64, bound=1e-9, device="cpu"):
 
     def alone(signals, prior):
         y, state = layer(signals.v, nested(prior))
-        return Filtered(y, None, flat(*leaves(state)))
+        final = layer.state_pool(1, tokens=ROOM)
+        steps.store(final, torch.zeros(1, dtype=torch.long, device=device), state)
+        return Filtered(y, None, flat(*leaves(final)))
 
-    x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype, device=device)
-    workload = make_workload(Inputs(x), flat(*leaves(layer.state_pool(SEQUENCES))))
+    x = torch.randn(SEQUENCES, TOKENS, layer.hidden_size, dtype=dtype, device=device)
+    workload = make_workload(Inputs(x), flat(*leaves(layer.state_pool(SEQUENCES, tokens=ROOM))))
     check_steps(step, alone, workload, [bound] * (1 + len(names)), same_bits=False)
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name not in HISTORIES and name != "attention-grouped"])
+@pytest.mark.parametrize("name", LAYERS)
 def test_a_server_agrees_with_each_sequence_alone(name):
     torch.manual_seed(0)
     layer = LAYERS[name]()
@@ -65,13 +93,14 @@ def test_a_server_agrees_with_each_sequence_alone(name):
     check_layer(layer)
 
 
-@pytest.mark.parametrize("kind", [GatedDeltaNet, Mamba2, KLA, BayesianLayer, GatedKalmaNet])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[pytest.mark.slow] if kind in SLOW else []) for kind in TRITON_STEPS]
+)
 def test_triton_steps_agree_with_each_sequence_alone(kind):
     """Without a GPU, Triton's interpreter runs the kernels. The sequence alone is filtered in PyTorch code."""
     pytest.importorskip("triton")
     torch.manual_seed(0)
-    options = {"ridge": 0.1, "solver": Chebyshev(8)} if kind is GatedKalmaNet else {}
-    layer = kind(WIDTH, **options) if kind is KLA else kind(WIDTH, heads=2, head_dim=4, **options)
+    layer = kind(WIDTH, **TRITON_STEPS[kind])
     shake(layer)
     filtered = layer.forward
 
@@ -85,54 +114,84 @@ def test_triton_steps_agree_with_each_sequence_alone(kind):
     check_layer(layer, torch.float32, 1e-4, "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def test_prefilled_states_are_stored_in_a_pool():
-    """Packed prompts fill slots; one of them is decoded twice, from its prefix."""
+@pytest.mark.parametrize("name", ["gated-deltanet", "attention-narrow", "afa-transformer", "rt-afa-parts"])
+def test_prefilled_states_are_stored_in_a_pool(name):
+    """Packed prompts fill slots; one of them, longer than the windows of 4, is decoded twice, from its prefix."""
     torch.manual_seed(0)
-    layer, x = GatedDeltaNet(WIDTH, heads=2, head_dim=4).double(), torch.randn(1, 9, WIDTH).double()
-    pool = layer.state_pool(6)
+    layer, x = LAYERS[name]().double(), torch.randn(1, 9, WIDTH).double()
+    pool = layer.state_pool(6, tokens=6)
     steps.store(pool, torch.tensor([4, 1]), layer(x, None, Segments.packed(torch.tensor([0, 5, 9])))[1])
     token = torch.randn(3, 1, WIDTH).double()
     y = layer.step(token, pool, steps.Slots(torch.tensor([4, -1, 4]), torch.tensor([0, -1, 5])))
     assert not y[1].any()
-    for row in (0, 2):
+    for row, slot in ((0, 0), (2, 5)):
         alone, state = layer(torch.cat([x[:, :5], token[row : row + 1]], 1))
         torch.testing.assert_close(y[row], alone[0, -1:])
-        torch.testing.assert_close(pool.belief.mean[(0, None, 5)[row]], state.belief.mean[0])
+        expected = layer.state_pool(1, tokens=6)
+        steps.store(expected, torch.tensor([0]), state)
+        for got, want in zip(leaves(pool), leaves(expected), strict=True):
+            torch.testing.assert_close(got[slot], want[0])
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("kernel", ["reference", "triton"])
-@pytest.mark.parametrize("window", [None, 3])
-def test_histories_are_filtered_in_place(kernel, window):
-    """Steps continue prompts at irregular times, one unit of time per token; Triton's interpreter runs the kernels."""
+@pytest.mark.parametrize(
+    ("kind", "options"), [(AdaptiveFilterAttention, AFA_PARTS), (RadialTangentialAttention, {})], ids=["afa", "rt-afa"]
+)
+def test_histories_continue_prompts_at_irregular_times(kind, options, kernel):
+    """Steps add one unit of time per token; Triton's interpreter runs the kernels."""
     if kernel == "triton":
         pytest.importorskip("triton")
     torch.manual_seed(0)
-    options = {"iterations": 2, "value_dynamics": True, "confidence": True} if window else {}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    layer = AdaptiveFilterAttention(WIDTH, heads=2, head_dim=3, window=window, **options).to(device)
+    layer = kind(WIDTH, heads=2, head_dim=3, window=3, **options).to(device)
     shake(layer)
     x, times = torch.randn(2, 9, WIDTH, device=device), torch.rand(2, 9, device=device).cumsum(1)
     times[:, 5:] = times[:, 4:5] + torch.arange(1, 5, device=device)
     expected, final = layer(x, times=times)
-    prefix = layer(x[:, :5], times=times[:, :5])[1]
-    pool = steps.history_pool(4, window or 9, prefix.keys, prefix.values)
-    rows = torch.tensor([3, 1], device=device)
-    steps.store(pool, rows, prefix)
+    pool, rows = layer.state_pool(4), torch.tensor([3, 1], device=device)
+    steps.store(pool, rows, layer(x[:, :5], times=times[:, :5])[1])
     layer.kernel = kernel
     for index in range(5, 9):
-        y = layer.project_out(*layer.read_step(x[:, index : index + 1], pool, steps.Slots(rows, rows)))
+        y = layer.step(x[:, index : index + 1], pool, steps.Slots(rows, rows))
         torch.testing.assert_close(y[:, 0], expected[:, index], rtol=1e-4, atol=1e-5)
-    for stored, state in zip(pool.take(rows), final, strict=True):
-        order = pool.positions[rows].argsort(1)
-        ordered = torch.stack([row[index] for row, index in zip(stored, order, strict=True)])
-        torch.testing.assert_close(ordered, state, rtol=1e-5, atol=1e-5)
+    stored = layer.state_pool(2)
+    steps.store(stored, torch.arange(2, device=device), final)
+    for got, want in zip(pool.take(rows), stored, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", HISTORIES)
-def test_layers_that_store_tokens_have_no_pool(name):
-    layer = LAYERS[name]()
-    with pytest.raises(ArgumentError, match="stores past tokens"):
-        layer.state_pool(2)
-    with pytest.raises(ArgumentError, match="stores past tokens"):
-        layer.step(torch.zeros(1, 1, layer.hidden_size), None, steps.Slots(*torch.zeros(2, 1, dtype=torch.long)))
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_reads_nothing_on_the_host(name, monkeypatch):
+    """CUDA graphs need this. Fake tensors, which have no data, raise an error instead; they are treated as on a GPU."""
+    monkeypatch.setattr(visible_slots, "reads_lengths", lambda x: False)
+    with FakeTensorMode(), checks(False):
+        layer = LAYERS[name]()
+        pool, rows = layer.state_pool(4, tokens=9), torch.zeros(3, dtype=torch.int32)
+        assert layer.step(torch.empty(3, 1, layer.hidden_size), pool, steps.Slots(rows, rows)).shape[0] == 3
+
+
+def test_a_slot_has_room_for_the_tokens_of_a_sequence_or_of_the_window():
+    assert AdaptiveFilterAttention(WIDTH, window=4).state_pool(3).positions.shape == (3, 4)
+    assert AdaptiveFilterAttention(WIDTH, window=4).state_pool(3, tokens=2).positions.shape == (3, 2)
+    assert Attention(WIDTH).state_pool(3, tokens=2).positions.shape == (3, 2)
+    with pytest.raises(ArgumentError, match="since Attention stores all of them"):
+        Attention(WIDTH).state_pool(3)
+    with pytest.raises(ArgumentError, match="`tokens` is 0"):
+        KLA(WIDTH).state_pool(3, tokens=0)
+
+
+@pytest.mark.parametrize("kind", [AdaptiveFilterAttention, Attention])
+def test_a_full_slot_is_an_error_where_values_are_checked(kind):
+    """Elsewhere the new token replaces the oldest one. The slot of another row, and rows of padding, do not matter."""
+    layer, x = kind(WIDTH), torch.randn(1, 5, WIDTH)
+    pool, slots = layer.state_pool(3, tokens=4), steps.Slots(*torch.tensor([[2, -1], [2, -1]]))
+    for index in range(4):
+        layer.step(x[:, index : index + 1].expand(2, 1, WIDTH), pool, slots)
+    token = x[:, 4:].expand(2, 1, WIDTH)
+    with pytest.raises(ArgumentError, match="no room for another token in slot 2, which stores 4"):
+        layer.step(token, pool, slots)
+    layer.step(token, pool, steps.Slots(*torch.tensor([[1, 0], [1, 0]])))
+    with checks(False):
+        layer.step(token, pool, slots)
+    assert pool.positions[2].tolist() == [4, 1, 2, 3]

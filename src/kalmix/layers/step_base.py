@@ -9,7 +9,9 @@ from torch import Tensor
 
 from kalmix.distributed.tensor_parallel import HeadSharding
 from kalmix.errors import ArgumentError
+from kalmix.rings import as_rings, as_rings_like, find_history, in_order
 from kalmix.steps import Slots, store_rows
+from kalmix.validation import can_check_values, check_positive_int
 
 
 class SteppedLayer(HeadSharding):
@@ -23,46 +25,65 @@ class SteppedLayer(HeadSharding):
         """Whether `step` updates slots in place instead of filtering copies of the states."""
         return type(self).read_step is not SteppedLayer.read_step
 
-    def state_pool(self, count: int) -> Any:
+    def state_pool(self, count: int, tokens: int | None = None) -> Any:
         """Return a pool of states for `step`: the layer's state, whose first axis is slots, with the prior in each.
+
+        If the state stores past tokens, a slot has room for a number of them: the token at position p of its sequence
+        is at index p modulo this number.
 
         Args:
             count: number of slots. With 1, it is the state to store for a sequence that starts.
+            tokens: largest number of tokens of a sequence, for layers that store past tokens; others ignore it. A slot
+                never has room for more than the `window` of the layer. Default: the window.
 
         Raises:
-            ArgumentError: the state stores past tokens, so that its size is not constant.
+            ArgumentError: `tokens` is not a positive integer, or is absent for a layer that stores all past tokens.
 
         Example:
-            >>> from kalmix.layers import GatedDeltaNet
+            >>> from kalmix.layers import Attention, GatedDeltaNet
             >>> pool = GatedDeltaNet(64, heads=2, head_dim=8).state_pool(8)
             >>> pool.belief.mean.shape, pool.conv_state.shape
             (torch.Size([8, 2, 8, 16]), torch.Size([8, 3, 64]))
+            >>> Attention(64, heads=2).state_pool(8, tokens=100).keys.shape
+            torch.Size([8, 100, 2, 32])
         """
         layer: Any = self
-        self._check_constant_size()
         weight = next(self.parameters())
+        if tokens is not None:
+            check_positive_int("tokens", tokens)
         with torch.no_grad():
             _, prior = layer(weight.new_zeros(1, 0, layer.hidden_size))
+        if find_history(prior) is not None:
+            sizes = [size for size in (tokens, layer.window) if size is not None]
+            if not sizes:
+                expected = f"the largest number of tokens of a sequence, since {type(self).__name__} stores all of them"
+                raise ArgumentError("tokens", got=None, expected=expected)
+            prior = as_rings(prior, min(sizes))
         return prior.take(torch.zeros(count, dtype=torch.int64, device=weight.device))
 
     def step(self, x: Tensor, pool: Any, slots: Slots) -> Tensor:
         """Filter one token for each row of a batch, in place on a pool of states. It has no gradients.
 
         The output of a row is that of `layer(x, state)` with the state in the slot that the row reads; the new state is
-        stored in the slot that it writes. `kalmix.steps` describes slots and what a step does not check. The memory
-        layers and `KLA`, whose ops have steps, update their slots in place; other layers filter copies of the states.
+        stored in the slot that it writes. `kalmix.steps` describes slots and what a step does not check. Layers whose
+        op has a step update their slots in place: the memory layers, `KLA`, `AdaptiveFilterAttention`,
+        `ControlledFilter` and `AFATransformerBlock`. The others filter copies of the states.
+
+        A slot is full when it stores as many tokens as it has room for, and the layer has no window, or a longer one.
+        Where values are checked (see `kalmix.checks`), a step that reads such a slot raises an error. Elsewhere the
+        token replaces the oldest one.
 
         Args:
             x: tokens `[B, 1, D]`, in the dtype of the parameters.
-            pool: pool of N slots: the result of `state_pool`, or a state of N sequences; updated in place. Copy states
-                of prompts into it with `kalmix.steps.store`.
+            pool: pool of N slots, the result of `state_pool`; updated in place. Copy states of prompts into it with
+                `kalmix.steps.store`.
             slots: slots that each row reads and writes.
 
         Returns:
             y `[B, 1, D]`; 0 in rows of padding.
 
         Raises:
-            ArgumentError: the state stores past tokens, so that its size is not constant.
+            ArgumentError: a row reads a full slot.
 
         Example:
             >>> from kalmix import steps
@@ -75,7 +96,7 @@ class SteppedLayer(HeadSharding):
             True
         """
         layer: Any = self
-        self._check_constant_size()
+        self._check_room(pool, slots)
         with torch.no_grad():
             active = (slots.read >= 0)[:, None, None]
             readout, context = self.read_step(torch.where(active, x, 0), pool, slots)
@@ -89,15 +110,23 @@ class SteppedLayer(HeadSharding):
         layer: Any = self
         active = slots.read >= 0
         row = torch.where(active, torch.arange(len(active), device=active.device), active.int().argmax())
-        (mean, _, after), context = layer.read(x[row], _take(pool, slots.read[row].clamp(min=0)))
-        store_rows(tuple(_leaves(pool)), slots, tuple(_leaves(after)))
+        state = in_order(_take(pool, slots.read[row].clamp(min=0)))
+        (mean, _, after), context = layer.read(x[row], state)
+        store_rows(tuple(_leaves(pool)), slots, tuple(_leaves(as_rings_like(after, pool))))
         return mean, context
 
-    def _check_constant_size(self) -> None:
+    def _check_room(self, pool: Any, slots: Slots) -> None:
+        """Raise `ArgumentError` if a row reads a full slot, where values may be read."""
         layer: Any = self
-        if layer.state_size(1) != layer.state_size(2):
-            problem = "stores past tokens in its state, for which a pool has no slots of constant size"
-            raise ArgumentError(type(self).__name__, problem=problem, expected="a layer whose state has constant size")
+        history = find_history(pool)
+        if history is None or not can_check_values(history.positions):
+            return
+        size = history.positions.shape[1]
+        read = slots.read[slots.read >= 0]
+        full = read[(history.positions[read] >= size - 1).any(1)]
+        if full.numel() and (layer.window is None or layer.window > size):
+            problem = f"has no room for another token in slot {int(full[0])}, which stores {size}"
+            raise ArgumentError("pool", problem=problem, expected="a pool of slots with room for more tokens")
 
 
 def _take(pool: Any, index: Tensor) -> Any:

@@ -14,6 +14,7 @@ from kalmix.models.cache import LAYER_TYPE, BeliefLayer
 from kalmix.models.cache_entry import CacheEntry
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
+from kalmix.rings import as_rings_like, empty_history, in_order
 from kalmix.steps import Slots
 from kalmix.types import Belief
 from kalmix.validation import can_check_values
@@ -74,7 +75,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             ArgumentError: the shapes differ.
         """
         if value.tokens:
-            self._fill(_as_rings(value.state) if self.rings else value.state)
+            self._fill(as_rings_like(value.state, value.state) if self.rings else value.state)
         self.is_initialized = value.tokens > 0
         self.mixer = value.mixer
         self.cumulative_length.fill_(value.tokens)
@@ -173,7 +174,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
 
     def _in_order(self, state: Any) -> Any:
         """Return a state whose histories have their tokens in order: a copy if a ring may have begun again."""
-        return _sort(state) if self.rings and self.window is not None else state
+        return in_order(state) if self.rings and self.window is not None else state
 
     def _clear(self, state: Any) -> None:
         """Set all buffers to 0 and empty histories; allocate them if they do not have the shapes for `state`."""
@@ -198,30 +199,7 @@ def _empty(state: Any, slots: int) -> Any:
         return torch.zeros_like(state, memory_format=torch.contiguous_format)
     if not hasattr(state, "positions"):
         return type(state)(*(_empty(x, slots) for x in state))
-    empty = type(state)(*(x.new_zeros(x.shape[0], slots, *x.shape[2:]) for x in state))
-    empty.positions.fill_(-1)
-    return empty
-
-
-def _sort(state: Any) -> Any:
-    """Return a state whose histories have their tokens in order, after empty slots."""
-    if isinstance(state, Tensor):
-        return state
-    if not hasattr(state, "positions"):
-        return type(state)(*map(_sort, state))
-    sequence = torch.arange(state.positions.shape[0], device=state.positions.device)[:, None]
-    return type(state)(*(x[sequence, state.positions.argsort(1)] for x in state))
-
-
-def _as_rings(state: Any) -> Any:
-    """Return a state whose histories are rings with the same number of slots."""
-    if isinstance(state, Tensor):
-        return state
-    if not hasattr(state, "positions"):
-        return type(state)(*map(_as_rings, state))
-    rings = _empty(state, state.positions.shape[1])
-    _store(rings, state, None, False, True)
-    return rings
+    return empty_history(state, slots)
 
 
 def _store(buffers: Any, state: Any, window: int | None, continued: bool, rings: bool) -> None:

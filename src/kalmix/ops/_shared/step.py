@@ -11,6 +11,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.errors import ArgumentError
 from kalmix.ops._shared.environment import HAS_TRITON
+from kalmix.rings import as_rings_like
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_dtype_and_device, check_shape
 
@@ -133,13 +134,15 @@ def store(pool: tuple[Any, ...], index: Tensor, belief: tuple[Any, ...]) -> None
         [0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
     """
     with torch.no_grad():
-        if isinstance(pool, HistoryBelief):
-            belief = _as_rings(HistoryBelief(*belief), pool.positions.shape[1])
-        for buffer, x in zip(pool, belief, strict=True):
-            if isinstance(buffer, tuple):
-                store(buffer, index, x)  # pyright: ignore[reportArgumentType] # the state of a layer holds a belief
-            else:
-                buffer.index_copy_(0, index, x.to(buffer.dtype))
+        _copy(pool, index, as_rings_like(belief, pool))
+
+
+def _copy(pool: Any, index: Tensor, state: Any) -> None:
+    if isinstance(pool, Tensor):
+        pool.index_copy_(0, index, state.to(pool.dtype))
+        return
+    for buffer, x in zip(pool, state, strict=True):
+        _copy(buffer, index, x)
 
 
 def history_pool(count: int, tokens: int, k: Tensor, v: Tensor) -> HistoryBelief:
@@ -161,20 +164,6 @@ def history_pool(count: int, tokens: int, k: Tensor, v: Tensor) -> HistoryBelief
     keys, values = (x.new_zeros(count, tokens, *x.shape[-2:], dtype=dtype) for x in (k, v))
     times = v.new_zeros(count, tokens, dtype=torch.float64)
     return HistoryBelief(keys, values, times, torch.full_like(times, -1, dtype=torch.int64))
-
-
-def _as_rings(belief: HistoryBelief, size: int) -> HistoryBelief:
-    """Return histories with room for `size` tokens, in which the token at position p is at index p mod `size`."""
-    positions = belief.positions
-    count = positions.shape[0]
-    empty = history_pool(count, size + 1, belief.keys, belief.values)  # the last index is for tokens that are dropped
-    if positions.shape[1]:
-        kept = (positions >= 0) & (positions > positions.amax(1, keepdim=True) - size)
-        index = torch.where(kept, positions % size, size)
-        row = torch.arange(count, device=index.device)[:, None]
-        for ring, x in zip(empty, belief, strict=True):
-            ring[row, index] = x
-    return HistoryBelief(*(x[:, :size] for x in empty))
 
 
 def store_rows(pool: tuple[Any, ...], slots: Slots, states: tuple[Any, ...]) -> None:
