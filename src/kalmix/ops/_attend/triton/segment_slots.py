@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._attend import kv_layout
-from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.compile_and_launch import Launch, allocate_table
 
 EMPTY_RANK = tl.constexpr(kv_layout.EMPTY_RANK)
 RANK_STRIDE = tl.constexpr(kv_layout.RANK_STRIDE)
@@ -89,9 +89,9 @@ def segment_slots(
     """Compute the layout; see `custom_op._slots`."""
     count, per_row, newest = rows.shape[0], layout == "row", layout == "newest"
     integers, floats = ({"dtype": x, "device": rows.device} for x in (torch.int64, torch.float64))
-    rank, relative_times = torch.empty(batch, length, **integers), torch.empty(batch, length, **floats)
+    rank, relative_times = allocate_table(batch, length, **integers), torch.empty(batch, length, **floats)
     token_times = torch.empty((0,) if times is None else (batch, length), **floats)
-    positions, index = (torch.empty(count, n, **integers) for n in (slots, slots if newest else 0))
+    positions, index = (allocate_table(count, n, **integers) for n in (slots, slots if newest else 0))
     rows, has_times = rows.contiguous(), times is not None
     given_times = relative_times if times is None else times.contiguous()
     compiled = {"HAS_TIMES": has_times, "BLOCK": BLOCK, "num_warps": 4}

@@ -40,6 +40,15 @@ def is_dry_run() -> bool:
     return _DRY_RUN.get()
 
 
+def allocate_table(*sizes: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Allocate a tensor for integers that kernels will write and later code uses as indices.
+
+    It holds zeros in a dry run, where no kernel writes it: an index out of range would stop the process on a GPU.
+    """
+    allocate = torch.zeros if is_dry_run() else torch.empty
+    return allocate(sizes, dtype=dtype, device=device)
+
+
 def launch_on_side_stream(launch: Launch) -> Callable[[], None]:
     """Launch a kernel on a side stream, concurrently with later work of the current stream.
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.compile_and_launch import Launch, allocate_table
 from kalmix.segments import Segments
 
 TILES_PER_STEP = 64  # rows of a tile table that a program writes at once
@@ -73,7 +73,8 @@ def make_tile_tables(
     num_tiles = batch * length // size + count if count else 0  # an upper bound known without reading lengths
     columns = (2, 3) if chunk is None else (5, 5)
     tile_table, sequence_table = (
-        rows.new_empty(n, m, dtype=torch.int64) for n, m in zip((num_tiles, count), columns, strict=True)
+        allocate_table(n, m, dtype=torch.int64, device=rows.device)
+        for n, m in zip((num_tiles, count), columns, strict=True)
     )
     if count:
         divisors, compiled = (size, size if chunk is None else chunk), {"CHUNKS": chunk is not None}
