@@ -1,0 +1,1 @@
+"""Training on several GPUs: comparison with one process, and speed and memory."""
