@@ -77,7 +77,7 @@ def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: p
     ("options", "says"),
     [
         ("--parts recal", "Did you mean 'recall'"),
-        ("--models gated", "'linear-attention', 'gla', 'deltanet', 'reset' or 'bayesian'"),
+        ("--models gated", "'reset', 'bayesian', 'bayesian-decay-per-key' or 'bayesian-decay-per-head'"),
         ("--preset desktop", "'laptop' or 'paper'"),
         ("--seeds 0", "`seeds` is 0"),
         ("--steps 0", "`steps` is 0"),

@@ -13,7 +13,7 @@ from kalmix_bench.datasets.collision.sequences import (
     stack_episodes,
 )
 from kalmix_bench.datasets.seeds import STREAMS, stream_seed
-from kalmix_bench.experiments.collision.models import OBS_NOISE, PRIOR, RESET, UPDATES, RecallModel
+from kalmix_bench.experiments.collision.models import HEADS, OBS_NOISE, PRIOR, RESET, UPDATES, RecallModel
 from kalmix_bench.experiments.collision.protocol import STUDIES, CollisionCell, CollisionProtocol
 from kalmix_bench.experiments.collision.trainer import _clip, evaluate, train
 
@@ -112,8 +112,12 @@ def written(name, k, v, raw):
         elif name == "deltanet":
             memory = memory + num_signals.sigmoid() * torch.outer(key, error)
         else:
-            kept = RESET * torch.eye(16).double()
-            predicted = kept if name == "reset" else covariance + torch.eye(16) * (1 + num_signals.exp()).log()
+            if UPDATES[name].rates:
+                decay = num_signals[1:].exp().expand(16)
+                memory, covariance = decay[:, None] * memory, decay[:, None] * covariance * decay
+                error = value - memory.T @ key
+            kept, signal = RESET * torch.eye(16).double(), num_signals[:1]
+            predicted = kept if name == "reset" else covariance + torch.eye(16) * (1 + signal.exp()).log()
             warped = predicted @ key
             gain = warped / (OBS_NOISE + key @ warped)
             memory, covariance = memory + torch.outer(gain, error), predicted - torch.outer(gain, warped)
@@ -125,7 +129,11 @@ def written(name, k, v, raw):
 def test_updates_are_those_of_table_2(name):
     k = torch.randn(1, 7, 1, 16, generator=generator()).double()
     v = torch.randn(1, 7, 2, 16, generator=generator(1)).double()
-    raw = torch.randn(1, 7, 2, UPDATES[name].num_signals, generator=generator(2)).double()
+    update = UPDATES[name]
+    raw = torch.randn(1, 7, 2, update.num_signals, generator=generator(2)).double()
+    if update.rates:
+        log_decay = -torch.rand(1, 7, 2, update.rates, generator=generator(3)).double()
+        raw = torch.cat([raw[..., :-1], log_decay], -1)
     got = UPDATES[name].read(k / 4, k / 4, v, raw)
     for head in range(2):
         want = written(name, k[0, :, 0] / 4, v[0, :, head], raw[0, :, head])
@@ -142,7 +150,20 @@ def test_a_query_can_be_kept_from_writing(name, queries_write):
     assert torch.allclose(logits[:, :, -1], logits[:, :, -2], atol=1e-5) is not queries_write
 
 
-@pytest.mark.parametrize("name", ["gla", "bayesian"])
+@pytest.mark.parametrize("name", ["bayesian-decay-per-key", "bayesian-decay-per-head"])
+def test_decays_begin_like_those_of_the_layer_and_are_learned(name):
+    model, episode = RecallModel(name, 33, 16, [0, 1]), stack_episodes([PAIRS.draw(2, 1, (0.6, 0.8), generator())] * 2)
+    decay = model.blocks[0].decay
+    log_decay = decay(torch.zeros(4, 3, HEADS, 1)).detach()
+    assert log_decay.shape == (4, 3, HEADS, 16 if name.endswith("key") else 1)
+    assert float(log_decay.min()) > -1.6 * 1.001 and float(log_decay.max()) < 0  # rate 16, step 0.1
+    assert torch.equal(log_decay[0], log_decay[1]) and not torch.equal(log_decay[0], log_decay[2])  # members differ
+    assert model.blocks[0].raw.bias.view(2, HEADS, 2)[..., 1].eq(0).all()
+    model(episode).square().mean().backward()
+    assert all(bool(x.grad.ne(0).any()) for x in decay.parameters())
+
+
+@pytest.mark.parametrize("name", ["gla", "bayesian", "bayesian-decay-per-key", "bayesian-decay-per-head"])
 def test_members_do_not_mix(name):
     episodes = [PAIRS.draw(2, 1, (0.6, 0.8), generator(seed)) for seed in (3, 4)]
     both, alone = (RecallModel(name, 33, 16, seeds) for seeds in ([3, 4], [4]))

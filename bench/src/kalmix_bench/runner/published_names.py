@@ -11,6 +11,8 @@ NAMES = {
     "kla-zoh": "KLA, zero-order hold",
     "bayesian": "Bayesian Layer",
     "bayesian-one-decay": "Bayesian Layer, one decay per head",
+    "bayesian-decay-per-key": "Bayesian Layer, a decay per key",
+    "bayesian-decay-per-head": "Bayesian Layer, a decay per head",
     "bayesian-no-conv": "Bayesian Layer, no convolution",
     "gated-kalmanet": "Gated KalmaNet",
     "kalmanet-bare": "KalmaNet, no gates",

@@ -1,4 +1,4 @@
-"""Experiment on overlapping keys: a deterministic mechanism without learning, and five trained models."""
+"""Experiment on overlapping keys: a deterministic mechanism without learning, and trained models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.collision.mechanism import MechanismSetting
-from kalmix_bench.experiments.collision.models import UPDATES, RecallModel
+from kalmix_bench.experiments.collision.models import PAPER, UPDATES, RecallModel
 from kalmix_bench.experiments.collision.protocol import OVERLAP, PRESETS, STUDIES, CollisionCell
 from kalmix_bench.experiments.collision.trainer import condition_values, evaluate, train
 from kalmix_bench.runner import options, session
@@ -90,7 +90,12 @@ def _command(
     parts: Annotated[str, typer.Option(help="Parts to run: mechanism (no learning), recall, crowding.")] = ",".join(
         PARTS
     ),
-    models: Annotated[str, typer.Option(help="Models to train, by name.")] = ",".join(UPDATES),
+    models: Annotated[
+        str,
+        typer.Option(
+            help="Models to train, by name. Also: bayesian-decay-per-key, bayesian-decay-per-head (learned decays)."
+        ),
+    ] = ",".join(PAPER),
     seeds: Annotated[int, typer.Option(help="Number of seeds, from 0; a model's seeds train together.")] = 3,
     overlap: Annotated[float, typer.Option(help="Overlap of the mechanism's two addresses.")] = OVERLAP,
     steps: Annotated[int | None, typer.Option(help="Training steps. Default: the preset's.")] = None,
