@@ -42,6 +42,7 @@ TINY = RunSize(
 @pytest.mark.parametrize("stage", [TUNE, MAIN])
 def test_all_models_have_the_same_number_of_parameters(stage: str) -> None:
     size = PAPER.size(stage).model
+    assert PRESETS["short"].size(stage).model == PAPER.tune.model
     found = {name: count_parameters(name, size) / size.parameters for name in LAYERS}
     assert set(PAPER.layers) == set(LAYERS)
     assert not {name: ratio for name, ratio in found.items() if not 0.98 <= ratio <= 1.02}
@@ -85,9 +86,14 @@ def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> 
     assert best_rates(rows, ["kla"]) == {"kla": 2e-3}
     with pytest.raises(ArgumentError, match="no run of 'gla'"):
         best_rates(rows, ["gla"])
+    rows += [{"language": "kla", "learning_rate": rate, "loss": loss} for rate, loss in ((1e-3, 2.8), (2e-3, 3.5))]
+    assert best_rates(rows, ["kla"]) == {"kla": 1e-3}  # means over two seeds: 2.9 and 3.0
     cells = main_cells(PAPER, ["kla"], {"kla": 2e-3}, 3, "c")
     assert [(cell.seed, cell.learning_rate) for cell in cells] == [(0, 2e-3), (1, 2e-3), (2, 2e-3)]
     assert len(tuning_cells(PAPER, PAPER.layers, PAPER.rates, "c")) == 3 * len(LAYERS)
+    tuning = tuning_cells(PRESETS["short"], ["kla", "gla"], [1e-3, 2e-3], "c", seeds=2)
+    assert [cell.seed for cell in tuning] == [0] * 4 + [1] * 4
+    assert [cell.layer for cell in tuning[:4]] == ["kla", "kla", "gla", "gla"]
 
 
 def test_seconds_leave_out_the_first_step_and_pauses() -> None:

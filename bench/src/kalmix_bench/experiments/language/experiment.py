@@ -114,7 +114,8 @@ class _Choice(NamedTuple):
             rows: rows of the stage "tune", from which "main" takes its learning rates unless there is one rate only.
         """
         if stage == TUNE:
-            return tuning_cells(self.preset, self.layers, self.rates, digest)
+            seeds = self.seeds if self.stages == (TUNE,) else 1
+            return tuning_cells(self.preset, self.layers, self.rates, digest, seeds)
         if len(self.rates) == 1:
             chosen = dict.fromkeys(self.layers, self.rates[0])
         else:
@@ -126,7 +127,8 @@ class _Choice(NamedTuple):
 
 def _command(
     preset: Annotated[
-        str, typer.Option(help="laptop: minutes on two cores. paper: 50M parameters, 300M tokens, for GPUs.")
+        str,
+        typer.Option(help="laptop: minutes on two cores. For GPUs: short, 10M parameters, and paper, 50M."),
     ] = "laptop",
     shards: Annotated[
         Path | None, typer.Option(help="Folder of token shards. Default of preset laptop: Python's documentation.")
@@ -142,7 +144,9 @@ def _command(
         str | None,
         typer.Option(help="Learning rates to compare. A single one skips the stage tune. Default: the preset's."),
     ] = None,
-    seeds: options.Seeds = 1,
+    seeds: Annotated[
+        int, typer.Option(help="Number of seeds, from 0, of the stage main, or of the stage tune if it runs alone.")
+    ] = 1,
     tokens: Annotated[
         float | None, typer.Option(help="Training tokens of a cell of the stage main. Default: the preset's.")
     ] = None,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kalmix.errors import ArgumentError
@@ -96,6 +98,13 @@ _SMALL = RunSize(
     probe_rows=16,
     bf16=False,
 )
+_SHORT = replace(
+    _MAIN,
+    model=replace(_MAIN.model, parameters=10_200_000, hidden_size=256, depth=8),
+    tokens=20_000_000,
+    batch_tokens=1 << 16,
+    eval_tokens=1 << 18,
+)
 PRESETS = {
     "laptop": Preset(
         tune=replace(_SMALL, model=replace(_SMALL.model, parameters=100_000, hidden_size=32), tokens=100_000),
@@ -103,13 +112,14 @@ PRESETS = {
         layers=("gated-deltanet", "attention"),
         rates=(1e-2, 2e-2, 4e-2),
     ),
+    "short": Preset(
+        tune=_SHORT,
+        main=_SHORT,
+        layers=("bayesian", "bayesian-one-decay", "gated-deltanet"),
+        rates=(2e-3, 4e-3),
+    ),
     "paper": Preset(
-        tune=replace(
-            _MAIN,
-            model=replace(_MAIN.model, parameters=10_200_000, hidden_size=256, depth=8),
-            tokens=50_000_000,
-            batch_tokens=1 << 17,
-        ),
+        tune=replace(_MAIN, model=_SHORT.model, tokens=50_000_000, batch_tokens=1 << 17),
         main=_MAIN,
         layers=LAYERS,
         rates=(1e-3, 2e-3, 4e-3),
@@ -194,9 +204,16 @@ class LanguageCell:
         return estimate(recipe, plan_batches(recipe, 1))
 
 
-def tuning_cells(preset: Preset, layers: Sequence[str], rates: Sequence[float], corpus: str) -> list[LanguageCell]:
-    """Return the cells that compare learning rates, with seed 0."""
-    return [LanguageCell(TUNE, layer, preset.tune, rate, 0, corpus) for layer in layers for rate in rates]
+def tuning_cells(
+    preset: Preset, layers: Sequence[str], rates: Sequence[float], corpus: str, seeds: int = 1
+) -> list[LanguageCell]:
+    """Return the cells that compare learning rates, seed by seed."""
+    return [
+        LanguageCell(TUNE, layer, preset.tune, rate, seed, corpus)
+        for seed in range(seeds)
+        for layer in layers
+        for rate in rates
+    ]
 
 
 def main_cells(
@@ -209,23 +226,27 @@ def main_cells(
 
 
 def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
-    """Return the learning rate of the lowest held-out loss of each layer.
+    """Return the learning rate of the lowest held-out loss of each layer, averaged over seeds.
 
     Args:
-        rows: rows of the stage "tune"; those that diverged do not count.
+        rows: rows of the stage "tune"; a rate at which one diverged does not count.
         layers: layers that need one.
 
     Raises:
         ArgumentError: every run of a layer diverged, or it has none.
     """
-    best: dict[str, Row] = {}
+    losses: dict[str, dict[float, list[float]]] = {}
     for row in rows:
-        name = row["language"]
-        if "loss" in row and (name not in best or row["loss"] < best[name]["loss"]):
-            best[name] = row
+        of_rate = losses.setdefault(row["language"], {}).setdefault(row["learning_rate"], [])
+        of_rate.append(row.get("loss", inf))
+    best: dict[str, float] = {}
+    for name, by_rate in losses.items():
+        means = {rate: fmean(values) for rate, values in by_rate.items() if max(values) < inf}
+        if means:
+            best[name] = min(means, key=lambda rate: means[rate])
     for layer in layers:
         if layer not in best:
             problem = f"has no run of {layer!r} that did not diverge"
             hint = "Run the stage `tune` with lower `--rates`"
             raise ArgumentError("rates", problem=problem, expected="a rate with a finite loss", hint=hint)
-    return {layer: best[layer]["learning_rate"] for layer in layers}
+    return {layer: best[layer] for layer in layers}

@@ -152,13 +152,15 @@ def _tuning_table(rows: Sequence[Row], condition: str) -> Table:
     )
     edges = False
     for layer in sorted({row["language"] for row in rows}, key=lambda x: LAYERS.index(x) if x in LAYERS else 99):
-        losses = {row["learning_rate"]: row.get("loss") for row in rows if row["language"] == layer}
-        finite = {rate: loss for rate, loss in losses.items() if loss is not None}
+        losses: dict[float, Score | None] = {}
+        for group in group_rows([row for row in rows if row["language"] == layer]):
+            losses[group.first["learning_rate"]] = None if group.diverged else group.score(SCORES["held-out loss"])
+        finite = {rate: loss.mean for rate, loss in losses.items() if loss is not None}
         best = min(finite, key=lambda rate: finite[rate]) if finite else None
         edge = best is not None and len(rates) > 1 and best in (rates[0], rates[-1])
         edges |= edge
         cells = [
-            "" if rate not in losses else "diverged" if losses[rate] is None else f"{losses[rate]:.4f}"
+            "" if rate not in losses else "diverged" if losses[rate] is None else _number(losses[rate])
             for rate in rates
         ]
         table.add_row(layer, *cells, "" if best is None else f"{best:g}" + (" *" if edge else ""))
