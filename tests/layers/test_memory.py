@@ -297,7 +297,7 @@ def test_bayesian_layer(groups):
 def test_bayesian_layer_shares_decays_of_adjacent_columns(decays):
     """The layer equals the one with a rate per column whose rates are repeated."""
     sharing, x = made(BayesianLayer(D, heads=2, head_dim=4, decays_per_head=decays))
-    full = BayesianLayer(D, heads=2, head_dim=4).double()
+    full = BayesianLayer(D, heads=2, head_dim=4, decays_per_head="key").double()
     weights, rate = sharing.state_dict(), "decay.dynamics.log_rate"
     assert weights[rate].shape == (2 * decays,)
     full.load_state_dict(weights | {rate: weights[rate].repeat_interleave(4 // decays)})

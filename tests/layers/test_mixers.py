@@ -240,6 +240,7 @@ def test_defaults_for_any_width(name, size):
         ("controlled-afa", {"rank": 0}),
         ("bayesian", {"heads": 1, "head_dim": 2, "groups": 3}),
         ("bayesian", {"heads": 1, "head_dim": 4, "decays_per_head": 3}),
+        ("bayesian", {"heads": 1, "head_dim": 4, "decays_per_head": "head"}),
         ("bayesian", {"heads": 1, "head_dim": 4, "decays_per_head": 2, "rotations": True}),
         ("design", {"design": "resnet"}),
         ("design", {"design": {"transition": {}}}),

@@ -46,8 +46,9 @@ class BayesianLayer(MemoryLayer):
         expand_v: V / K, where V is the value width of a head; K * `expand_v` must be an integer.
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
-        decays_per_head: number of rates per head; each serves K / `decays_per_head` adjacent columns of the keys. It
-            must divide K. Default: K, as in the paper. Kernels on a GPU are faster for 1. With rotations it must be K.
+        decays_per_head: number of rates per head, or "key" for K; each serves K / `decays_per_head` adjacent columns of
+            the keys. It must divide K. Default: "key", as in the paper. Kernels on a GPU are faster for 1. With
+            rotations it must be K.
         rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
             with row j + K, and keys and queries multiply the first K rows only. Otherwise R = K.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
@@ -91,7 +92,7 @@ class BayesianLayer(MemoryLayer):
         head_dim: int | None = None,
         expand_v: float = 2.0,
         groups: int = 1,
-        decays_per_head: int | None = None,
+        decays_per_head: int | str | None = None,
         rotations: bool = False,
         conv: int = 4,
         gate: str | None = "silu",
@@ -104,11 +105,7 @@ class BayesianLayer(MemoryLayer):
             raise ArgumentError(
                 "groups", got=groups, expected=f"a divisor of {head_sizes.value_width} (columns of a head)"
             )
-        width, rates = head_sizes.key_width, head_sizes.key_width if decays_per_head is None else decays_per_head
-        check_positive_int("decays_per_head", rates)
-        if width % rates or (rotations and rates != width):
-            accepted = f"{width} with rotations" if rotations else f"a divisor of {width} (columns of a key)"
-            raise ArgumentError("decays_per_head", got=rates, expected=accepted)
+        rates = count_rates(decays_per_head, head_sizes.key_width, rotations)
         sizes = replace_fields(
             head_sizes, heads=head_sizes.heads * groups, value_width=head_sizes.value_width // groups
         )
@@ -158,3 +155,24 @@ class BayesianLayer(MemoryLayer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.dense`."""
         return ops.dense(q, k, v, **arguments)
+
+
+def count_rates(decays_per_head: int | str | None, width: int, rotations: bool) -> int:
+    """Return the number of decay rates of a head.
+
+    Args:
+        decays_per_head: the number, or "key" for `width`; `None` for the default of `BayesianLayer`.
+        width: columns of a key.
+        rotations: whether there is a frequency for each rate.
+
+    Raises:
+        ArgumentError: it is neither "key" nor a number that divides `width`, or there are rotations and it is less.
+    """
+    rates = width if decays_per_head in (None, "key") else decays_per_head
+    accepted = f"{width} or 'key' with rotations" if rotations else f"'key' or a divisor of {width} (columns of a key)"
+    if not isinstance(rates, int):
+        raise ArgumentError("decays_per_head", got=repr(rates), expected=accepted)
+    check_positive_int("decays_per_head", rates)
+    if width % rates or (rotations and rates != width):
+        raise ArgumentError("decays_per_head", got=rates, expected=accepted)
+    return rates
