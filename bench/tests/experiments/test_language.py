@@ -66,6 +66,18 @@ def test_unknown_layers_are_refused(name: str) -> None:
         make_blocks(name, PAPER.main.model)
 
 
+def test_a_layer_takes_options_behind_a_colon() -> None:
+    size = PAPER.tune.model
+    blocks = make_blocks('bayesian+attention:{"decays_per_head": 1}', size)
+    assert [block.get("decays_per_head") for block in blocks[:4]] == [1, 1, 1, None]
+    assert make_blocks('bayesian:{"decays_per_head": 1}', size) == make_blocks("bayesian-one-decay", size)
+    named = [LanguageCell(TUNE, f"kla:{options}", TINY, 1e-3, 0, "c") for options in ('{"slots":4}', '{ "slots": 4 }')]
+    assert named[0] == named[1] and named[0].layer == 'kla:{"slots": 4}'
+    for wrong in ("kla:slots", "kla:[4]", 'kla:{"slot": 4}'):
+        with pytest.raises(ArgumentError):
+            make_blocks(wrong, size)
+
+
 def test_layers_too_large_for_the_parameters_are_refused() -> None:
     with pytest.raises(ArgumentError, match="expected at least"):
         make_blocks("attention", replace(PAPER.main.model, parameters=10_000_000))

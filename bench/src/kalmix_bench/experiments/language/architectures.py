@@ -57,11 +57,12 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
     `includes_mlp`, such as KLA and Mamba-2, follow each other without one.
 
     Args:
-        name: a name of `OPTIONS`, or one with "+attention" behind it, whose every fourth block is attention.
+        name: a name of `OPTIONS`, or one with "+attention" behind it, whose every fourth block is attention. Options of
+            the layer may follow a colon as a JSON object, such as `bayesian:{"decays_per_head": 1}`.
         size: size of the model.
 
     Raises:
-        ArgumentError: there is no such layer, or the blocks without MLPs have too many parameters.
+        ArgumentError: there is no such layer or option, or the blocks without MLPs have too many parameters.
 
     Example:
         >>> from kalmix_bench.experiments.language.architectures import ModelSize, make_blocks
@@ -70,28 +71,51 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
         >>> len(blocks), blocks[2]["mixer"], blocks[3]["mixer"]
         (12, 'gated-deltanet', 'attention')
     """
-    base = name.removesuffix(HYBRID)
-    if base not in OPTIONS or name == ATTENTION + HYBRID:
-        raise unknown_name("layer", name, LAYERS)
-    bare = _includes_mlp(OPTIONS[base]["mixer"])
-    if bare and base == name:
-        one, two = (_count(_stack(name, blocks, 0), size) for blocks in (1, 2))
-        return _stack(name, max(1, 1 + round((size.parameters - one) / (two - one))), 0)
+    layer, hybrid = _parse(name)
+    bare = _includes_mlp(layer["mixer"])
+    if bare and not hybrid:
+        one, two = (_count(_stack(layer, blocks, 0), size) for blocks in (1, 2))
+        return _stack(layer, max(1, 1 + round((size.parameters - one) / (two - one))), 0)
     depth = 2 * size.depth if bare else size.depth
-    first, second = (_count(_stack(name, depth, steps * MLP_STEP), size) for steps in (1, 2))
+    first, second = (_count(_stack(layer, depth, steps * MLP_STEP, hybrid), size) for steps in (1, 2))
     steps = 1 + round((size.parameters - first) / (second - first))
     if steps < 1:
         expected = f"at least {first:,}, those of {depth} blocks with MLPs of width {MLP_STEP}"
         raise ArgumentError("parameters", got=f"{size.parameters:,} for {name!r}", expected=expected)
-    return _stack(name, depth, steps * MLP_STEP)
+    return _stack(layer, depth, steps * MLP_STEP, hybrid)
 
 
-def _stack(name: str, depth: int, mlp: int) -> tuple[Block, ...]:
+def _parse(name: str) -> tuple[Block, bool]:
+    """Return a layer without an MLP, and whether its model is a hybrid."""
+    from kalmix.layers import mixer_class  # slow to import
+
+    full, colon, text = name.partition(":")
+    base = full.removesuffix(HYBRID)
+    if base not in OPTIONS or full == ATTENTION + HYBRID:
+        raise unknown_name("layer", full, LAYERS)
+    try:
+        options = json.loads(text) if colon else {}
+    except (ValueError, RecursionError):
+        options = None
+    if not isinstance(options, dict):
+        expected = 'a name, a colon and options as a JSON object, such as bayesian:{"decays_per_head": 1}'
+        raise ArgumentError("layer", got=repr(name), expected=expected)
+    layer = {**OPTIONS[base], **options}
+    mixer_class(layer["mixer"], {key: value for key, value in layer.items() if key != "mixer"})
+    return layer, full != base
+
+
+def layer_name(name: str) -> str:
+    """Return the canonical text of a layer, independent of the order and spacing of its options."""
+    full, _, text = name.partition(":")
+    options = json.loads(text) if text else {}
+    return f"{full}:{json.dumps(options, sort_keys=True)}" if options else full
+
+
+def _stack(layer: Block, depth: int, mlp: int, hybrid: bool = False) -> tuple[Block, ...]:
     """Return blocks of a model, with MLPs of this width behind layers that need one."""
-    options = OPTIONS[name.removesuffix(HYBRID)]
-    own = options if _includes_mlp(options["mixer"]) else {**options, "mlp": mlp}
+    own = layer if _includes_mlp(layer["mixer"]) else {**layer, "mlp": mlp}
     attention = {**OPTIONS[ATTENTION], "mlp": mlp}
-    hybrid = name.endswith(HYBRID)
     return tuple(dict(attention if hybrid and n % EVERY == EVERY - 1 else own) for n in range(depth))
 
 

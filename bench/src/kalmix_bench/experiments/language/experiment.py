@@ -16,7 +16,7 @@ from kalmix.errors import ArgumentError
 from kalmix.training.shards import Manifest
 from kalmix.validation import check_choice
 from kalmix_bench.experiments.language import corpus
-from kalmix_bench.experiments.language.architectures import make_blocks
+from kalmix_bench.experiments.language.architectures import layer_name, make_blocks
 from kalmix_bench.experiments.language.plan import GPU, MFU, plan_table
 from kalmix_bench.experiments.language.protocol import (
     MAIN,
@@ -40,6 +40,9 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.progress import progress
 
 ALL_STAGES = "all"
+LAYER = (
+    """Layer, such as kla or kla+attention, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's."""
+)
 
 
 class Language(Experiment[LanguageCell]):
@@ -135,7 +138,7 @@ def _command(
     ] = None,
     layer: Annotated[
         list[str] | None,
-        typer.Option(help="Layer by name, such as kla or kla+attention; repeatable. Default: the preset's layers."),
+        typer.Option(help=LAYER),
     ] = None,
     stage: Annotated[
         str, typer.Option(help="tune: learning rates at a smaller size. main: the table, with the best ones. all.")
@@ -220,9 +223,9 @@ def _choose(chosen: Preset, layer: list[str] | None, stage: str, rates: str | No
         raise ArgumentError("rates", got=repr(rates), expected="numbers such as 1e-3,2e-3,4e-3") from None
     for value in values:
         options.positive("rates", value)
-    layers = list(dict.fromkeys(layer or chosen.layers))
-    for name in layers:
+    for name in layer or ():
         make_blocks(name, chosen.main.model)
+    layers = list(dict.fromkeys(map(layer_name, layer or chosen.layers)))
     stages = STAGES if stage == ALL_STAGES else (stage,)
     if len(values) == 1 and stage == ALL_STAGES:
         stages = (MAIN,)

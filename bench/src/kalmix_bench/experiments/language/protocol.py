@@ -16,6 +16,7 @@ from kalmix_bench.experiments.language.architectures import (
     LAYERS,
     ModelSize,
     compress,
+    layer_name,
     make_blocks,
 )
 from kalmix_bench.runner.cells import Row
@@ -115,7 +116,7 @@ PRESETS = {
     "short": Preset(
         tune=_SHORT,
         main=_SHORT,
-        layers=("bayesian", "bayesian-one-decay", "gated-deltanet"),
+        layers=('bayesian:{"decays_per_head": "key"}', 'bayesian:{"decays_per_head": 1}', "gated-deltanet"),
         rates=(2e-3, 4e-3),
     ),
     "paper": Preset(
@@ -133,7 +134,7 @@ class LanguageCell:
 
     Attributes:
         stage: "tune", which compares learning rates at a smaller size, or "main".
-        layer: a name of `architectures.make_blocks`.
+        layer: layer as `architectures.make_blocks` takes it, stored in the form of `layer_name`.
         size: sizes of the run.
         learning_rate: peak learning rate at the reference width and batch of `OPTIMIZER`.
         seed: seed of weights and of the order of the data.
@@ -153,6 +154,7 @@ class LanguageCell:
     def __post_init__(self) -> None:
         check_choice("stage", self.stage, STAGES)
         make_blocks(self.layer, self.size.model)
+        object.__setattr__(self, "layer", layer_name(self.layer))
 
     def __str__(self) -> str:
         return f"{self.stage}  {self.layer}  rate {self.learning_rate:g}  seed {self.seed}"
