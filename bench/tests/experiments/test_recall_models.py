@@ -238,3 +238,16 @@ def test_layers_without_a_convolution_have_none(name: str) -> None:
     mixer = build(16, replace(MAD, hidden_size=32, state_size=512), name, 8, from_last=False).model.mixers[0]
     taps = [part.weight.shape[-1] for part in mixer.modules() if isinstance(part, ShortConvolution)]
     assert set(taps) == ({1} if name == "mamba2-no-conv" else set())  # its bias and activation stay
+
+
+def test_slow_decays_differ_in_initial_rates_alone() -> None:
+    models = []
+    for name in ("bayesian-slow", 'bayesian:{"decays_per_head": 1}'):
+        torch.manual_seed(0)
+        models.append(build(16, ModelShape(32, state_size=512), name, 8, from_last=False))
+    slow, plain = (model.state_dict() for model in models)
+    for name, weight in plain.items():
+        if name.endswith("log_rate"):
+            assert float(slow[name].max()) <= 0 < float(weight.max())  # rates up to 1 and up to 16
+        else:
+            assert slow[name].shape == weight.shape

@@ -13,6 +13,7 @@ NAMES = {
     "bayesian-one-decay": "Bayesian Layer, one decay per head",
     "bayesian-decay-per-key": "Bayesian Layer, a decay per key",
     "bayesian-decay-per-head": "Bayesian Layer, a decay per head",
+    "bayesian-slow": "Bayesian Layer, one slow decay per head",
     "bayesian-no-conv": "Bayesian Layer, no convolution",
     "gated-kalmanet": "Gated KalmaNet",
     "kalmanet-bare": "KalmaNet, no gates",

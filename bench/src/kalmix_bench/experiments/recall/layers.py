@@ -21,6 +21,7 @@ LAYERS: dict[str, Options] = {
     "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
     "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
     "bayesian-no-conv": {"mixer": "bayesian", "conv": 0},
+    "bayesian-slow": {"mixer": "bayesian-slow"},  # one decay per head, with initial rates 16 times lower
     "gated-deltanet-no-conv": {"mixer": "gated-deltanet", "conv": 0},
     "mamba2-no-conv": {"mixer": "mamba2", "conv": 1},
     "mamba-1": {"mixer": "mamba-1"},
@@ -44,7 +45,8 @@ def parse_layer(text: str) -> Options:
     """
     name, overrides = _split(text)
     options = dict(LAYERS.get(name) or {"mixer": name})
-    if options["mixer"] not in MIXERS:  # layers of other packages register on import
+    if options["mixer"] not in MIXERS:  # variants and layers of other packages register on import
+        import_module("kalmix_bench.experiments.recall.variants")
         import_module("kalmix_bench.experiments.recall.baselines")
     mixer = options.pop("mixer")
     options |= overrides
