@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ def _bayesian_decay_per_head(q: Tensor, k: Tensor, v: Tensor, raw: Tensor) -> Te
     return _filter_bayesian(DECAY_PER_HEAD, q, k, v, raw, log_decay=raw[..., 1])
 
 
-def _filter_bayesian(design: Design, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, **decay: Tensor) -> Tensor:
+def _filter_bayesian(design: Design, q: Tensor, k: Tensor, v: Tensor, raw: Tensor, **decay: Any) -> Tensor:
     shape, eye = (v.shape[0], v.shape[2]), torch.eye(ADDRESS_DIM, dtype=v.dtype, device=v.device)
     prior = DenseBelief(v.new_zeros(()).expand(*shape, ADDRESS_DIM, v.shape[3]), (PRIOR * eye).expand(*shape, -1, -1))
     process = F.softplus(raw[..., 0])
