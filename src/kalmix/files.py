@@ -18,7 +18,7 @@ from kalmix.errors import ArgumentError, FileError, FormatError
 _T = TypeVar("_T", dict[str, Any], list[Any])
 PARTIAL = ".kalmix-partial."  # prefix of temporary files, unique to kalmix
 MAX_DEPTH = 64  # levels of nested lists and mappings; files of kalmix have at most six
-FORMAT = 3  # version of checkpoints, recipes, results and configurations
+FORMAT = 4  # version of checkpoints, recipes, results and configurations
 _DISK = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS}
 _CODE = re.compile(r"\(os error (\d+)\)")  # errno in the messages of Rust libraries
 _TORCH = re.compile(r"inline_container\.cc|iostream error")  # message of `torch.save` for any failure

@@ -34,6 +34,7 @@ LAYERS: dict[str, Callable[[], Mixer]] = {
     "kla-noise-free": lambda: KLA(12, slots=4, process_noise=False),
     "kla-zoh": lambda: KLA(12, slots=4, discretization="zoh"),
     "bayesian": lambda: BayesianLayer(12, heads=2, head_dim=3),
+    "bayesian-decay-per-key": lambda: BayesianLayer(12, heads=2, head_dim=3, decays_per_head="key"),
     "bayesian-turning": lambda: BayesianLayer(12, heads=2, head_dim=3, groups=3, rotations=True, conv=0),
     "deltanet": lambda: DeltaNet(12, heads=2, head_dim=3, negative_eigenvalues=True),
     "gated-deltanet": lambda: GatedDeltaNet(12, heads=4, key_heads=2, head_dim=3),

@@ -265,13 +265,13 @@ def test_names_in_a_config_are_texts():
         ridge_from_config({"name": ["fixed"]})
 
 
-@pytest.mark.parametrize("groups", [1, 3])
-def test_bayesian_layer(groups):
+@pytest.mark.parametrize(("groups", "decays"), [(1, None), (1, "key"), (3, "key")])
+def test_bayesian_layer(groups, decays):
     """Compare with the Kalman filter of each group in information form: precisions add, and the past decays."""
-    layer, x = made(BayesianLayer(D, heads=2, head_dim=3, groups=groups))
+    layer, x = made(BayesianLayer(D, heads=2, head_dim=3, groups=groups, decays_per_head=decays))
     q, k, v = projected(layer, x)
     step, rate = stepped(layer.decay, linear(x[0], layer.decay.proj))
-    decay = (-rate.reshape(2, 3) * step[..., None]).exp().repeat_interleave(groups, 1)
+    decay = (-rate.reshape(2, -1).expand(2, 3) * step[..., None]).exp().repeat_interleave(groups, 1)
     process = F.softplus(linear(x[0], layer.process_noise.proj) + layer.process_noise.bias) + 1e-6
     noise = F.softplus(linear(x[0], layer.obs_noise.proj) + layer.obs_noise.bias) + 1e-4
     q, k, eye = unit(q) / math.sqrt(3), unit(k), torch.eye(3, dtype=torch.float64)
@@ -307,11 +307,19 @@ def test_bayesian_layer_shares_decays_of_adjacent_columns(decays):
     assert sharing.signals(x)["log_decay"].ndim == (3 if decays == 1 else 4)  # kernels are faster for one per head
 
 
+def test_a_head_has_one_decay_and_with_rotations_one_per_column():
+    assert BayesianLayer(D, heads=2, head_dim=4).decays_per_head == 1
+    assert BayesianLayer(D, heads=2, head_dim=4, rotations=True).decays_per_head == 4
+    assert BayesianLayer(D, heads=2, head_dim=4, decays_per_head="key").decays_per_head == 4
+    with pytest.raises(ArgumentError, match="expected 4 or 'key' with rotations"):
+        BayesianLayer(D, heads=2, head_dim=4, decays_per_head=1, rotations=True)
+
+
 def test_rotation_by_zero_changes_nothing():
     """At frequency 0 the hidden halves stay 0: the layer equals the one without rotations."""
     turning, x = made(BayesianLayer(D, heads=2, head_dim=3, rotations=True))
     torch.nn.init.zeros_(turning.decay.dynamics.frequency)
-    plain = BayesianLayer(D, heads=2, head_dim=3).double()
+    plain = BayesianLayer(D, heads=2, head_dim=3, decays_per_head="key").double()
     plain.load_state_dict({n: w for n, w in turning.state_dict().items() if "frequency" not in n})
     got, expected = turning.filter(x, variance=True), plain.filter(x, variance=True)
     torch.testing.assert_close(got.mean, expected.mean, **CLOSE)

@@ -114,6 +114,21 @@ def test_damaged_config_is_refused(tmp_path):
         KalmixForCausalLM.from_pretrained(tmp_path)
 
 
+def test_a_model_of_format_3_has_a_decay_per_key(tmp_path):
+    model = build([{"mixer": "bayesian", "decays_per_head": "key"}, "kla"])
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["format"] == 4
+    (tmp_path / "config.json").write_text(json.dumps(config | {"format": 3, "layers": ["bayesian", "kla"]}))
+    loaded = KalmixForCausalLM.from_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    torch.testing.assert_close(loaded.eval()(ids).logits, model.eval()(ids).logits)
+    loaded.save_pretrained(tmp_path)  # now it says so
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["format"] == 4 and config["layers"][0] == {"mixer": "bayesian", "decays_per_head": "key"}
+    assert KalmixConfig(layers=["bayesian"]).layers == ["bayesian"]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

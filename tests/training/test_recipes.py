@@ -134,3 +134,12 @@ def test_wrong_files_and_settings_are_refused(text: str, settings: list, message
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"'kla-46m', which does not exist.*'kla-45m'"):
         read_recipe("kla-46m")
+
+
+def test_a_run_of_format_3_has_a_decay_per_key(tmp_path: Path) -> None:
+    layers = ("kla", "bayesian", {"mixer": "bayesian", "decays_per_head": 2})
+    Recipe(layers=layers, hidden_size=16, steps=3).save(tmp_path)
+    assert Recipe.load(tmp_path).layers == layers
+    file = tmp_path / "recipe.json"
+    file.write_text(file.read_text().replace('"format": 4', '"format": 3'))
+    assert Recipe.load(tmp_path).layers == ("kla", {"mixer": "bayesian", "decays_per_head": "key"}, layers[2])

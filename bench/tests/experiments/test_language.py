@@ -70,7 +70,7 @@ def test_a_layer_takes_options_behind_a_colon() -> None:
     size = PAPER.tune.model
     blocks = make_blocks('bayesian+attention:{"decays_per_head": 1}', size)
     assert [block.get("decays_per_head") for block in blocks[:4]] == [1, 1, 1, None]
-    assert make_blocks('bayesian:{"decays_per_head": 1}', size) == make_blocks("bayesian-one-decay", size)
+    assert make_blocks('bayesian:{"decays_per_head": "key"}', size) == make_blocks("bayesian-decay-per-key", size)
     named = [LanguageCell(TUNE, f"kla:{options}", TINY, 1e-3, 0, "c") for options in ('{"slots":4}', '{ "slots": 4 }')]
     assert named[0] == named[1] and named[0].layer == 'kla:{"slots": 4}'
     for wrong in ("kla:slots", "kla:[4]", 'kla:{"slot": 4}'):

@@ -87,6 +87,7 @@ def test_options_replace_those_of_a_name_and_other_sizes_follow_from_the_state()
     }
     assert MAD.layer_options('bayesian:{"head_dim": 8}') == {
         "mixer": "bayesian",
+        "decays_per_head": "key",
         "heads": 4,
         "head_dim": 8,
         "expand_v": 1.0,

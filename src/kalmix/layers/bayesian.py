@@ -26,9 +26,9 @@ class BayesianLayer(MemoryLayer):
 
     The layer computes from each token a process noise and a step per head, and an observation noise per group. A noise
     is a softplus plus a lower bound (appendix D). The decay is exp(-rate * step). With rotations, the angle is the
-    product of frequency and step. Each head learns a rate, and with rotations a frequency, for each of the K columns of
-    its keys (appendix G); `decays_per_head` shares rates between columns. The prior of a memory has mean 0 and
-    covariance I.
+    product of frequency and step. Each head learns one rate; with rotations, a rate and a frequency for each of the K
+    columns of its keys. `decays_per_head="key"` gives each column a rate, as in the paper (appendices D and G). The
+    prior of a memory has mean 0 and covariance I.
 
     q, k and v come from projections, a short convolution and SiLU. q and k are scaled to unit length; q is then divided
     by sqrt(K). The output is projected from the normalised read-out times its gate, as in `GatedDeltaNet`.
@@ -47,8 +47,8 @@ class BayesianLayer(MemoryLayer):
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
         decays_per_head: number of rates per head, or "key" for K; each serves K / `decays_per_head` adjacent columns of
-            the keys. It must divide K. Default: "key", as in the paper. Kernels on a GPU are faster for 1. With
-            rotations it must be K.
+            the keys. It must divide K. Default: 1, with rotations "key", which they need. The paper has "key"; kernels
+            on a GPU are faster for 1.
         rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
             with row j + K, and keys and queries multiply the first K rows only. Otherwise R = K.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
@@ -168,7 +168,8 @@ def count_rates(decays_per_head: int | str | None, width: int, rotations: bool) 
     Raises:
         ArgumentError: it is neither "key" nor a number that divides `width`, or there are rotations and it is less.
     """
-    rates = width if decays_per_head in (None, "key") else decays_per_head
+    chosen = ("key" if rotations else 1) if decays_per_head is None else decays_per_head
+    rates = width if chosen == "key" else chosen
     accepted = f"{width} or 'key' with rotations" if rotations else f"'key' or a divisor of {width} (columns of a key)"
     if not isinstance(rates, int):
         raise ArgumentError("decays_per_head", got=repr(rates), expected=accepted)

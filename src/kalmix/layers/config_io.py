@@ -1,4 +1,4 @@
-"""Conversion of ridges and solvers to plain data for configuration files, and back.
+"""Conversion of ridges and solvers to plain data for configuration files, and back; defaults of older files.
 
 A value becomes a mapping of its name and fields. `Chebyshev(20)` becomes
 `{"name": "chebyshev", "iterations": 20, "backward": "implicit"}`. In the other direction fields may be omitted, a name
@@ -74,3 +74,22 @@ def _read(option: str, value: object, types: Mapping[str, type]) -> Any:
     except TypeError as error:
         expected = f"{selected.__name__} of {', '.join(field.name for field in fields(selected)) or 'nothing'}"
         raise ArgumentError(option, got=f"{value!r} ({error})", expected=expected) from None
+
+
+def with_old_defaults(layers: object, version: int) -> object:
+    """Return layers of a file with the defaults that they had in its format.
+
+    Before format 4, "bayesian" had a decay per column of its keys.
+
+    Args:
+        layers: an entry of a list of layers, or a list of them; anything else is returned unchanged.
+        version: format of the file.
+    """
+    if version >= 4:
+        return layers
+    if isinstance(layers, list | tuple):
+        return [with_old_defaults(entry, version) for entry in layers]
+    entry = {"mixer": layers} if isinstance(layers, str) else layers
+    if isinstance(entry, Mapping) and entry.get("mixer") == "bayesian" and entry.get("decays_per_head") is None:
+        return {**entry, "decays_per_head": "key"}
+    return layers

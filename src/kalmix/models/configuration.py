@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 
 from kalmix.errors import ArgumentError
 from kalmix.files import FORMAT, check_format
+from kalmix.layers.config_io import with_old_defaults
 from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(config=...)` finds its layer
 from kalmix.models.blocks import ACTIVATIONS, LayerSpec, layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
@@ -159,6 +160,7 @@ class KalmixConfig(PreTrainedConfig):
         hints = get_annotations(KalmixConfig, eval_str=True)
         check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
         check_format({"format": self.format}, Path("config.json"))
+        self.layers = with_old_defaults(self.layers, self.format)
         self.format = FORMAT
         for name in _POSITIVE:
             if (value := getattr(self, name)) is not None:

@@ -199,6 +199,10 @@ class Recipe:
             written = read_json(folder / RECIPE_FILE)
             check_format(written, folder / RECIPE_FILE, oldest=2)
             given = {name: value for name, value in written.items() if name in RECIPE_FIELDS}
+            if "layers" in given:
+                from kalmix.layers.config_io import with_old_defaults  # slow to import
+
+                given["layers"] = with_old_defaults(given["layers"], written.get("format", 0))
             return cls(**as_fields(given))
         except FormatError:
             raise

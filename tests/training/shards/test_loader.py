@@ -16,6 +16,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from kalmix import ArgumentError
+from kalmix.files import FORMAT
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training.shards import Manifest, Order, Preparation, Shards, TokenLoader, prepare, rows
 from kalmix.training.shards.packing import best_fit
@@ -373,7 +374,7 @@ def test_damage_is_found_by_size_and_by_hash(kalmix, folder: Path, tmp_path: Pat
         ("manifest.json", lambda data: data.replace(b".ds", b"/ds"), "manifest.json is damaged: `file` is"),
         ("manifest.json", lambda data: data.replace(b'"bos_id": 0', b'"bos_id": "0"'), "`bos_id` is '0'"),
         ("manifest.json", lambda data: data.replace(b'"bos_id"', b'"first"'), "'bos_id' is missing"),
-        ("manifest.json", lambda data: data.replace(b'"format": 3', b'"format": 99'), "`format` is 99"),
+        ("manifest.json", lambda data: data.replace(f'"format": {FORMAT}'.encode(), b'"format": 99'), "`format` is 99"),
     ):
         path = tmp_path / "s" / name
         whole = path.read_bytes()

@@ -23,7 +23,7 @@ OPTIONS: dict[str, Block] = {
     **{name: {"mixer": name} for name in (ATTENTION, "mamba2", "gla", "gated-deltanet", "kda", "kla")},
     "kla-noise-free": {"mixer": "kla", "process_noise": False},
     "bayesian": {"mixer": "bayesian"},
-    "bayesian-one-decay": {"mixer": "bayesian", "decays_per_head": 1},
+    "bayesian-decay-per-key": {"mixer": "bayesian", "decays_per_head": "key"},
     "gated-kalmanet": {"mixer": "gated-kalmanet"},
     "afa": {"mixer": "afa"},
 }

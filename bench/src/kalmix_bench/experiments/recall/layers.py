@@ -20,7 +20,9 @@ LAYERS: dict[str, Options] = {
     "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: trains and predicts with posterior samples
     "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
     "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
-    "bayesian-no-conv": {"mixer": "bayesian", "conv": 0},
+    "bayesian": {"mixer": "bayesian", "decays_per_head": "key"},  # Memory by Design; not the default of the layer
+    "bayesian-no-conv": {"mixer": "bayesian", "decays_per_head": "key", "conv": 0},
+    "bayesian-one-decay": {"mixer": "bayesian", "decays_per_head": 1},
     "bayesian-slow": {"mixer": "bayesian-slow"},  # one decay per head, with initial rates 16 times lower
     "gated-deltanet-no-conv": {"mixer": "gated-deltanet", "conv": 0},
     "mamba2-no-conv": {"mixer": "mamba2", "conv": 1},

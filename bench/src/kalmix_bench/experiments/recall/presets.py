@@ -134,6 +134,7 @@ _BAYES = RecallProtocol(
     cuda_graph=True,
 )
 _MATCHED = ModelShape(128, depth=2, state_size=8192, value_expansion=2.0)
+# "bayesian" has a decay per key, as in the paper (`layers.LAYERS`).
 _BAYESIAN = ("bayesian", "bayesian-no-conv", "gated-deltanet", "gated-deltanet-no-conv", "mamba2", "mamba2-no-conv")
 
 
