@@ -124,12 +124,6 @@ class BayesianLayer(MemoryLayer):
         """Return rates, frequencies and the bias of steps."""
         return self.decay.dynamics.parameters()
 
-    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale q and k to unit length, q by 1 / sqrt(K) too; with rotations, append the hidden half, which is 0."""
-        q, k = super().normalize_qk(q, k)
-        width = self.sizes.key_width if self.rotations else 0
-        return F.pad(q, (0, width)), F.pad(k, (0, width))
-
     @property
     def memory_shape(self) -> tuple[int, int]:
         """Rows and columns of the memory of one value head; with rotations there are 2 K rows."""
@@ -153,7 +147,9 @@ class BayesianLayer(MemoryLayer):
         return signals | {"obs_noise": self.obs_noise(x)}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
-        """Call `kalmix.ops.dense`."""
+        """Call `kalmix.ops.dense`; with rotations, append the hidden half of q and k, which is 0."""
+        if self.rotations:
+            q, k = (F.pad(x, (0, self.sizes.key_width)) for x in (q, k))
         return ops.dense(q, k, v, **arguments)
 
 

@@ -13,7 +13,7 @@ from kalmix import designs
 from kalmix.designs import Design, Transition
 from kalmix.distributed import ops
 from kalmix.layers.config_io import ridge_from_config, solver_from_config
-from kalmix.layers.fused import l2_normalize
+from kalmix.layers.fused import UnitNorm
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype
@@ -128,10 +128,10 @@ class GatedKalmaNet(MemoryLayer):
         self.gain_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if gain is not None else None
         self.mix_proj: nn.Linear | None = nn.Linear(hidden_size, sizes.heads) if mix else None
 
-    def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale q and k to unit length. Queries need no further scale, since the output norm removes it."""
-        q, k = (l2_normalize(x, eps=NORM_EPS, eps_on_length=True) for x in (q, k))  # as in the published code
-        return q, k
+    @property
+    def unit_norm(self) -> UnitNorm:
+        """Norm of the published code. Queries need no further scale, since the output norm removes it."""
+        return UnitNorm(self.sizes.key_width, eps=NORM_EPS, eps_on_length=True)
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute log-decay, gain and mix `[B, T, G]`, as far as the layer has them."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
-from kalmix.layers.fused import ACTIVATIONS, Gate, l2_normalize, rms_norm, without_storing
+from kalmix.layers.fused import ACTIVATIONS, Gate, QueryKeyColumns, UnitNorm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
 from kalmix.layers.parametrize import StepDecay
@@ -163,9 +163,17 @@ class MemoryLayer(Mixer):
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call the op with q, k `[B, T, H, K]`, v `[B, T, G, V]`, `signals`, a belief and segments; in steps, slots."""
 
+    @property
+    def unit_norm(self) -> UnitNorm:
+        """Norm of queries and keys, unless the layer overrides `normalize_qk`: unit vectors, queries / sqrt(K)."""
+        return UnitNorm(self.sizes.key_width, self.sizes.key_width**-0.5)
+
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys `[B, T, H, K]`: unit vectors, queries scaled by 1 / sqrt(K)."""
-        return l2_normalize(q, scale=q.shape[-1] ** -0.5), l2_normalize(k)
+        """Normalise queries and keys `[B, T, H, K]`, by default as `unit_norm` says.
+
+        A layer that overrides it is normalised by it. Otherwise the kernel of the short convolution applies the norm.
+        """
+        return self.unit_norm.apply(q, k)
 
     def project(
         self,
@@ -187,19 +195,22 @@ class MemoryLayer(Mixer):
         Returns:
             q and k `[B, T, H, K]`, v `[B, T, G, V]`, and the new state of the convolution.
         """
-        mixed = self.qkv_proj(x)
+        mixed, sizes = self.qkv_proj(x), self.sizes
+        own_norm = type(self).normalize_qk is not MemoryLayer.normalize_qk
+        columns = QueryKeyColumns(sizes.keys, UnitNorm() if own_norm else self.unit_norm)
         if self.conv is None:
-            mixed = F.silu(mixed) if self.activate else mixed
+            q, k, v = columns.split(F.silu(mixed) if self.activate else mixed)
+            q, k = columns.normalize(q, k)
             final_conv_state = mixed.new_zeros(x.shape[0] if segments is None else segments.count, 0)
             if conv_state is not None and slots is None:
                 check_state_tensor("conv_state", conv_state, "N P", {"P": 0}, FLOATS, x)
         elif slots is not None and conv_state is not None:
-            mixed, final_conv_state = self.conv.step(mixed, conv_state, slots), conv_state
+            (q, k, v), final_conv_state = self.conv.split_step(mixed, columns, conv_state, slots), conv_state
         else:
-            mixed, final_conv_state = self.conv(mixed, conv_state, segments, segment_ids)
-        sizes = self.sizes
-        q, k, v = mixed.split([sizes.keys, sizes.keys, sizes.values], dim=-1)
-        q, k = self.normalize_qk(*(part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k)))
+            q, k, v, final_conv_state = self.conv.split(mixed, columns, conv_state, segments, segment_ids)
+        q, k = (part.unflatten(-1, (sizes.key_heads, sizes.key_width)) for part in (q, k))
+        if own_norm:
+            q, k = self.normalize_qk(q, k)
         return q, k, v.unflatten(-1, (sizes.heads, sizes.value_width)), final_conv_state
 
     def read(

@@ -7,7 +7,17 @@ from torch import Tensor, nn
 
 from kalmix.distributed.entry import entry_inputs
 from kalmix.layers.base import check_state_tensor
-from kalmix.layers.fused import Norm, Packing, add_rms_norm, rms_norm, short_convolution, short_convolution_step
+from kalmix.layers.fused import (
+    Norm,
+    Packing,
+    QueryKeyColumns,
+    add_rms_norm,
+    convolve_qkv,
+    convolve_qkv_step,
+    rms_norm,
+    short_convolution,
+    short_convolution_step,
+)
 from kalmix.segments import Segments
 from kalmix.steps import Slots
 from kalmix.types import belief_dtype
@@ -151,6 +161,28 @@ class ShortConvolution(nn.Module):
         Raises:
             ArgumentError: `state` has another shape, dtype or device.
         """
+        state, packing = self._prepare(x, state, segments, segment_ids)
+        return short_convolution(x, self.weight, self.bias, state, packing, self.activation)
+
+    def split(
+        self,
+        x: Tensor,
+        columns: QueryKeyColumns,
+        state: Tensor | None = None,
+        segments: Segments | None = None,
+        segment_ids: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Convolve the tokens; return queries, keys and values, `[B, T, columns]` each, and the new state.
+
+        Heads of queries and keys are normalised as `columns` says. The other arguments are those of `forward`.
+        """
+        state, packing = self._prepare(x, state, segments, segment_ids)
+        return convolve_qkv(x, self.weight, self.bias, state, packing, self.activation, columns)
+
+    def _prepare(
+        self, x: Tensor, state: Tensor | None, segments: Segments | None, segment_ids: Tensor | None
+    ) -> tuple[Tensor | None, Packing | None]:
+        """Check the state; return it in the dtype of x, and the packing."""
         if state is None:
             state = entry_inputs(x, self.size - 1)
         sequences = x.shape[0] if segments is None else segments.count
@@ -161,7 +193,7 @@ class ShortConvolution(nn.Module):
         packing = None
         if segments is not None:
             packing = Packing(segments, segments.segment_ids(*x.shape[:2]) if segment_ids is None else segment_ids)
-        return short_convolution(x, self.weight, self.bias, state, packing, self.activation)
+        return state, packing
 
     def step(self, x: Tensor, pool: Tensor, slots: Slots) -> Tensor:
         """Convolve one token for each row of a batch, in place on a pool of states.
@@ -172,3 +204,9 @@ class ShortConvolution(nn.Module):
             slots: slots that each row reads and writes.
         """
         return short_convolution_step(x, self.weight, self.bias, pool, slots, self.activation)
+
+    def split_step(
+        self, x: Tensor, columns: QueryKeyColumns, pool: Tensor, slots: Slots
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Do a `step`; return queries, keys and values, `[B, 1, columns]` each."""
+        return convolve_qkv_step(x, self.weight, self.bias, pool, slots, self.activation, columns)

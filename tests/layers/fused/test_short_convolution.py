@@ -39,8 +39,9 @@ def short_chunks(monkeypatch):
     """Let sequences of a few tokens and channels span several programs."""
     from kalmix.layers.fused.triton import convolution_launch
 
-    monkeypatch.setattr(convolution_launch, "MAX_CHUNK", 4)
-    monkeypatch.setattr(convolution_launch, "MIN_CHUNK", 4)
+    for name in ("FORWARD", "BACKWARD"):
+        sizes = getattr(convolution_launch, name)
+        monkeypatch.setattr(convolution_launch, name, sizes._replace(unroll=4, chunk=4))
 
 
 @pytest.mark.parametrize(("taps", "stateful"), [(1, False), *((n, x) for n in (2, 3, 4) for x in (False, True))])

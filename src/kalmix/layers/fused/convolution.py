@@ -12,10 +12,12 @@ from kalmix.layers.base import mask_outside
 from kalmix.layers.fused.activations import ACTIVATIONS
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.layers.fused.unit_norm import QueryKeyColumns, UnitNorm
 from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.segments import Segments, segments_without_checks
 
 MAX_TAPS = 4  # of the Triton form
+MAX_WIDTH = 256  # columns of a head that a program of the Triton form scales to unit length
 _ONEDNN = torch.backends.mkldnn.is_available()  # read at import: torch.compile cannot trace this call
 
 
@@ -60,10 +62,65 @@ def short_convolution(
         >>> y.flatten().tolist(), state.tolist()
         ([1.0, 12.0, 23.0], [[[3.0]]])
     """
-    if weight.shape[1] <= MAX_TAPS and uses_triton("short_convolution", x):
-        rows, ids = (None, None) if packing is None else (packing.segments.rows, packing.ids)
-        return _convolution(x, weight, bias, state, rows, ids, activation or "none")
-    return _eager(x, weight, bias, state, packing, activation)
+    columns = QueryKeyColumns()
+    return convolve_qkv(x, weight, bias, state, packing, activation, columns)[2:]
+
+
+def convolve_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    packing: Packing | None,
+    activation: str | None,
+    columns: QueryKeyColumns,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Convolve queries, keys and values as `short_convolution` does, and scale heads of q and k to unit length.
+
+    Args:
+        x: `[B, T, C]`: columns of the queries, the keys and the values, in this order.
+        weight, bias, state, packing, activation: see `short_convolution`.
+        columns: number of columns of queries and keys, n, and their norm; its width divides n.
+
+    Returns:
+        q and k `[B, T, n]` and v `[B, T, C - 2 n]` in the dtype of `x`, 0 outside segments; the new state.
+
+    Complexity: O(S) per element. The backward pass stores the inputs.
+
+    Example:
+        >>> from kalmix.layers.fused import QueryKeyColumns, UnitNorm, convolve_qkv
+        >>> x, weight = torch.tensor([[[3.0, 4.0, 0.0, 5.0, 7.0]]]), torch.ones(5, 1)
+        >>> columns = QueryKeyColumns(2, UnitNorm(width=2))
+        >>> q, k, v, _ = convolve_qkv(x, weight, None, None, None, None, columns)
+        >>> q, k, v
+        (tensor([[[0.6000, 0.8000]]]), tensor([[[0., 1.]]]), tensor([[[7.]]]))
+    """
+    if weight.shape[1] > MAX_TAPS or not uses_triton("short_convolution", x):
+        return _eager_qkv(x, weight, bias, state, packing, activation, columns)
+    rows, ids = (None, None) if packing is None else (packing.segments.rows, packing.ids)
+    norm = columns.norm if fits_program(columns) else UnitNorm()
+    q, k, v, final_state = _convolution(x, weight, bias, state, rows, ids, activation or "none", columns.count, *norm)
+    return *((q, k) if norm is columns.norm else columns.normalize(q, k)), v, final_state
+
+
+def fits_program(columns: QueryKeyColumns) -> bool:
+    """Return whether programs hold whole heads, so that the kernel of the convolution also scales them."""
+    width = columns.norm.width
+    return width <= MAX_WIDTH and width & (width - 1) == 0
+
+
+def _eager_qkv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    state: Tensor | None,
+    packing: Packing | None,
+    activation: str | None,
+    columns: QueryKeyColumns,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    y, final_state = _eager(x, weight, bias, state, packing, activation)
+    q, k, v = columns.split(y)
+    return *columns.normalize(q, k), v, final_state
 
 
 def _eager(
@@ -133,9 +190,11 @@ def _convolve_segments(x: Tensor, weight: Tensor, state: Tensor, packing: Packin
     return output, torch.where((token >= start)[..., None], current, previous)
 
 
-def _forward_fake(x, weight, bias, state, rows, ids, activation):
-    sequences = x.shape[0] if rows is None else rows.shape[0]
-    return x.new_empty(x.shape), x.new_empty(sequences, weight.shape[1] - 1, x.shape[2])
+def _forward_fake(x, weight, bias, state, rows, ids, activation, keys, width, query_length, eps, eps_on_length):
+    batch, length, channels = x.shape
+    sequences = batch if rows is None else rows.shape[0]
+    q, k, v = (x.new_empty(batch, length, columns) for columns in (keys, keys, channels - 2 * keys))
+    return q, k, v, x.new_empty(sequences, weight.shape[1] - 1, channels)
 
 
 def _forward(
@@ -146,13 +205,21 @@ def _forward(
     rows: Tensor | None,
     ids: Tensor | None,
     activation: str,
-) -> tuple[Tensor, Tensor]:
+    keys: int,
+    width: int,
+    query_length: float,
+    eps: float,
+    eps_on_length: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from kalmix.layers.fused.triton.convolution_launch import ConvolutionInputs, forward
 
-    return forward(ConvolutionInputs.of(x, weight, bias, state, rows, ids, activation))
+    columns = QueryKeyColumns(keys, UnitNorm(width, query_length, eps, eps_on_length))
+    return forward(ConvolutionInputs.of(x, weight, (bias, state, rows, ids), activation, columns))
 
 
-def _backward_fake(x, weight, bias, state, rows, ids, grad, final_grad, activation):
+def _backward_fake(
+    x, weight, bias, state, rows, ids, dq, dk, dv, dfinal, activation, keys, width, query_length, eps, eps_on_length
+):
     return tuple(x.new_empty(0) if y is None else y.new_empty(y.shape) for y in (x, weight, bias, state))
 
 
@@ -163,13 +230,22 @@ def _backward(
     state: Tensor | None,
     rows: Tensor | None,
     ids: Tensor | None,
-    grad: Tensor,
-    final_grad: Tensor | None,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dfinal: Tensor | None,
     activation: str,
+    keys: int,
+    width: int,
+    query_length: float,
+    eps: float,
+    eps_on_length: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from kalmix.layers.fused.triton.convolution_launch import ConvolutionInputs, backward
 
-    return backward(ConvolutionInputs.of(x, weight, bias, state, rows, ids, activation), grad, final_grad)
+    columns = QueryKeyColumns(keys, UnitNorm(width, query_length, eps, eps_on_length))
+    inputs = ConvolutionInputs.of(x, weight, (bias, state, rows, ids), activation, columns)
+    return backward(inputs, (dq, dk, dv), dfinal)
 
 
 _convolution_op = custom_op("kalmix::short_convolution", with_launch_cache(_forward), _forward_fake)
@@ -178,27 +254,27 @@ _convolution_backward = without_dispatcher(
 )
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.save_for_backward(*inputs[:6])
-    ctx.activation = inputs[6]
+    ctx.options = inputs[6:]
 
 
-def _gradients(ctx: Any, grad: Tensor | None, final_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     saved = ctx.saved_tensors
-    grad = saved[0].new_zeros(()).expand(saved[0].shape) if grad is None else grad
-    found = _convolution_backward(*saved, grad, final_grad, ctx.activation)
-    return *(None if x is None else y for x, y in zip(saved[:4], found, strict=True)), None, None, None
+    found = _convolution_backward(*saved, *grads, *ctx.options)
+    return *(None if x is None else y for x, y in zip(saved[:4], found, strict=True)), *[None] * 8
 
 
-def _differentiable_gradients(ctx: Any, grad: Tensor | None, final_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     *inputs, rows, ids = ctx.saved_tensors
     packing = None if rows is None else Packing(segments_without_checks(rows), ids)
-    activation = None if ctx.activation == "none" else ctx.activation
+    activation = None if ctx.options[0] == "none" else ctx.options[0]
+    columns = QueryKeyColumns(ctx.options[1], UnitNorm(*ctx.options[2:]))
 
-    def function(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        return _eager(x, weight, bias, state, packing, activation)
+    def function(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor | None) -> tuple[Tensor, ...]:
+        return _eager_qkv(x, weight, bias, state, packing, activation, columns)
 
-    return *differentiate(function, inputs, [grad, final_grad]), None, None, None
+    return *differentiate(function, inputs, grads), *[None] * 8
 
 
 _convolution = register_gradients(_convolution_op, _setup, _gradients, _differentiable_gradients)

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from kalmix.layers.fused.convolution import short_convolution
+from kalmix.layers.fused.convolution import fits_program, short_convolution
+from kalmix.layers.fused.unit_norm import QueryKeyColumns
 from kalmix.ops._shared.step import Slots, runs_triton, step_in_torch
 from kalmix.types import Filtered
 
@@ -54,7 +55,7 @@ def short_convolution_step(
     if runs_triton((pool,), kernel):
         from kalmix.layers.fused.triton.convolution_step import step
 
-        return step(x, weight, bias, pool, slots, activation, out)
+        return step(x, weight, bias, pool, slots, activation, QueryKeyColumns(), out)[2]
 
     def convolve(signals: tuple[Tensor, Tensor, Tensor | None], state: _Inputs, segments: None) -> Filtered:
         inputs, taps, offset = signals
@@ -63,6 +64,33 @@ def short_convolution_step(
 
     buffer = None if out is None else Filtered(out[..., None], None, None)
     return step_in_torch(convolve, (x, weight, bias), _Inputs(pool), slots, (), buffer).mean[..., 0]
+
+
+def convolve_qkv_step(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    pool: Tensor,
+    slots: Slots,
+    activation: str | None,
+    columns: QueryKeyColumns,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolve queries, keys and values of one token for each row of a batch, and scale heads of queries and keys.
+
+    It is the step of `convolve_qkv`, as `short_convolution_step` is that of `short_convolution`; see there.
+
+    Returns:
+        q and k `[B, 1, n]` and v `[B, 1, C - 2 n]` in the dtype of `x`, for n columns of queries and of keys.
+    """
+    if not runs_triton((pool,), kernel):
+        q, k, v = columns.split(short_convolution_step(x, weight, bias, pool, slots, activation, kernel=kernel))
+        return *columns.normalize(q, k), v
+    from kalmix.layers.fused.triton.convolution_step import step
+
+    fits = fits_program(columns)
+    q, k, v = step(x, weight, bias, pool, slots, activation, columns if fits else QueryKeyColumns(columns.count))
+    return *((q, k) if fits else columns.normalize(q, k)), v
 
 
 class _Inputs(NamedTuple):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,6 +43,51 @@ def l2_normalize(x: Tensor, scale: float = 1.0, eps: float = 1e-6, *, eps_on_len
     else:
         y = wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + eps)
     return (y if scale == 1.0 else y * scale).to(x.dtype)
+
+
+class UnitNorm(NamedTuple):
+    """Unit norm of queries and keys in each head, in float32; see `l2_normalize`.
+
+    Attributes:
+        width: K, columns of a head; 0 for no norm.
+        query_length: length of the queries; keys get length 1.
+        eps: small number that avoids a division by 0.
+        eps_on_length: add `eps` to the length instead of its square.
+    """
+
+    width: int = 0
+    query_length: float = 1.0
+    eps: float = 1e-6
+    eps_on_length: bool = False
+
+    def apply(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale queries and keys `[..., K]`."""
+        q = l2_normalize(q, self.query_length, self.eps, eps_on_length=self.eps_on_length)
+        return q, l2_normalize(k, eps=self.eps, eps_on_length=self.eps_on_length)
+
+
+class QueryKeyColumns(NamedTuple):
+    """Columns of queries and keys among channels: first the queries, then the keys, then the values.
+
+    Attributes:
+        count: columns of the queries, and of the keys.
+        norm: unit norm of their heads; by default none.
+    """
+
+    count: int = 0
+    norm: UnitNorm = UnitNorm()
+
+    def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Split channels `[..., C]` into queries, keys and values."""
+        q, k, v = x.split([self.count, self.count, x.shape[-1] - 2 * self.count], dim=-1)
+        return q, k, v
+
+    def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """Scale the heads of queries and keys `[..., count]`, if they have a norm."""
+        if self.norm.width:
+            heads = -1, self.norm.width
+            q, k = (y.flatten(-2) for y in self.norm.apply(q.unflatten(-1, heads), k.unflatten(-1, heads)))
+        return q, k
 
 
 def _forward_fake(x, scale, eps, eps_on_length):

@@ -8,11 +8,33 @@ import torch
 from torch import Tensor
 
 from kalmix.layers.fused.triton import convolution as kernels
+from kalmix.layers.fused.triton import convolution_backward as backward_kernels
+from kalmix.layers.fused.unit_norm import QueryKeyColumns
 from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.ptx import supports_ptx
 
-FORWARD_CHANNELS, BACKWARD_CHANNELS, STATE_CHANNELS = 256, 128, 128  # most channels of a program, which is one warp
-MAX_CHUNK, MIN_CHUNK = 64, 8  # tokens of a program
+MIN_CHUNK = 8  # fewest tokens of a program
 PROGRAMS = 2048  # chunks are shortened until there are as many programs
+STATE_CHANNELS = 128  # most channels of a program of the kernels for states
+
+
+class Sizes(NamedTuple):
+    """Sizes of the programs of a kernel.
+
+    Attributes:
+        channels: most channels, unless a head has more.
+        channels_per_warp: channels of a warp.
+        unroll: tokens that are loaded at the same time; at least 3, the most tokens before one that it depends on.
+        chunk: most tokens.
+    """
+
+    channels: int
+    channels_per_warp: int
+    unroll: int
+    chunk: int
+
+
+FORWARD, BACKWARD = Sizes(256, 256, 4, 64), Sizes(128, 128, 4, 64)
 
 
 class ConvolutionInputs(NamedTuple):
@@ -28,18 +50,31 @@ class ConvolutionInputs(NamedTuple):
     rows: Tensor | None
     ids: Tensor | None
     activation: str
+    columns: QueryKeyColumns
 
     @classmethod
-    def of(cls, x: Tensor, weight: Tensor, *optional: Any) -> ConvolutionInputs:
-        """Build the inputs of kernels, with adjacent channels."""
+    def of(
+        cls,
+        x: Tensor,
+        weight: Tensor,
+        optional: tuple[Tensor | None, ...],
+        activation: str,
+        columns: QueryKeyColumns,
+    ) -> ConvolutionInputs:
+        """Build the inputs of kernels, with adjacent channels; `optional` are bias, state, rows and ids."""
         x = x if x.stride(2) == 1 else x.contiguous()
-        *tensors, activation = optional
-        return cls(x, weight.contiguous(), *(y if y is None else y.contiguous() for y in tensors), activation)
+        optional = tuple(y if y is None else y.contiguous() for y in optional)
+        return cls(x, weight.contiguous(), *optional, activation, columns)
 
     @property
     def sequences(self) -> int:
         """Number of sequences."""
         return self.x.shape[0] if self.rows is None else self.rows.shape[0]
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        """Arguments of kernels that scale queries and keys."""
+        return self.columns.norm.query_length, self.columns.norm.eps
 
     def or_placeholder(self, tensor: Tensor | None) -> Tensor:
         """Return the tensor, or another one that a kernel does not read."""
@@ -48,32 +83,48 @@ class ConvolutionInputs(NamedTuple):
     def constants(self, channels: int) -> dict[str, Any]:
         """Return constants of all kernels, for programs of at most `channels` channels."""
         count, taps = self.weight.shape
-        block = min(channels, max(32, 1 << (count - 1).bit_length()))
+        block = max(self.columns.norm.width, min(channels, max(32, 1 << (count - 1).bit_length())))
         flags = {"PACKED": self.rows is not None, "STATE": self.state is not None}
         return {"C": count, "S": taps, "BLOCK": block, **flags, "num_warps": 1}
 
-    def chunking(self, block: int) -> tuple[int, int, int]:
-        """Return the tokens of a chunk, the chunks of a batch row, and the blocks of channels."""
-        batch, length, channels = self.x.shape
-        blocks, chunk = -(-channels // block), MAX_CHUNK
+    def column_constants(self) -> dict[str, Any]:
+        """Return constants of the kernels that read or write queries, keys and values."""
+        norm, flags = self.columns.norm, {"KIND": self.activation, "BIAS": self.bias is not None, "PTX": supports_ptx()}
+        return {"KEYS": self.columns.count, "K": norm.width, "ON_LENGTH": norm.eps_on_length, **flags}
+
+    def blocks(self, block: int) -> int:
+        """Return the blocks of channels, none of which has columns of two tensors."""
+        return count_blocks(self.x.shape[2], self.columns, block)
+
+    def plan(self, sizes: Sizes) -> tuple[dict[str, Any], int, int]:
+        """Return the constants of the forward or backward kernel, the tokens of a chunk, and the chunks of a row."""
+        constants = self.constants(sizes.channels) | self.column_constants() | {"UNROLL": sizes.unroll}
+        block, (batch, length, _), chunk = constants["BLOCK"], self.x.shape, sizes.chunk
+        blocks, warps = self.blocks(block), max(1, block // sizes.channels_per_warp)
         while chunk > MIN_CHUNK and batch * -(-length // chunk) * blocks < PROGRAMS:
             chunk //= 2
-        return chunk, -(-length // chunk), blocks
+        return constants | {"BLOCKS": blocks, "num_warps": warps}, chunk, -(-length // chunk)
 
 
-def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
-    """Return the activated convolution `[B, T, C]` and the final state `[N, S - 1, C]`."""
-    x, taps = inputs.x, inputs.weight.shape[1]
+def count_blocks(channels: int, columns: QueryKeyColumns, block: int) -> int:
+    """Return the number of blocks of channels, none of which has columns of two tensors."""
+    return 2 * -(-columns.count // block) + -(-(channels - 2 * columns.count) // block)
+
+
+def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return queries, keys and values, and the final state `[N, S - 1, C]`."""
+    x, taps, keys = inputs.x, inputs.weight.shape[1], inputs.columns.count
     batch, length, channels = x.shape
-    y, final = x.new_empty(x.shape), x.new_empty(inputs.sequences, taps - 1, channels)
+    q, k, v = (x.new_empty(batch, length, width) for width in (keys, keys, channels - 2 * keys))
+    final = x.new_empty(inputs.sequences, taps - 1, channels)
     bias, state, rows, ids = map(inputs.or_placeholder, inputs[2:6])
-    constants = inputs.constants(FORWARD_CHANNELS)
-    chunk, chunks, blocks = inputs.chunking(constants["BLOCK"])
+    constants, chunk, chunks = inputs.plan(FORWARD)
+    places = length, chunk, x.stride(0), x.stride(1)
     Launch(
         kernels.forward_kernel,
-        (chunks * blocks, batch),
-        (x, inputs.weight, bias, state, rows, ids, y, length, chunk, blocks, x.stride(0), x.stride(1)),
-        constants | {"KIND": inputs.activation, "BIAS": inputs.bias is not None},
+        (chunks * constants["BLOCKS"], batch),
+        (x, inputs.weight, bias, state, rows, ids, q, k, v, *places, *inputs.numbers),
+        constants,
     ).run()
     if taps > 1 and inputs.sequences:
         constants = inputs.constants(STATE_CHANNELS)
@@ -83,36 +134,43 @@ def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor]:
             (x, state, rows, final, length, x.stride(0), x.stride(1)),
             constants,
         ).run()
-    return y, final
+    return q, k, v, final
 
 
 def backward(
-    inputs: ConvolutionInputs, grad: Tensor, final_grad: Tensor | None
+    inputs: ConvolutionInputs, grads: tuple[Tensor | None, ...], final_grad: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gradients of x, weight, bias and state; those of missing tensors are empty."""
-    x, weight = inputs.x, inputs.weight
+    """Return gradients of x, weight, bias and state; those of missing tensors are empty.
+
+    `grads` are those of queries, keys and values; `None` for zeros.
+    """
+    x, weight, keys = inputs.x, inputs.weight, inputs.columns.count
     batch, length, channels = x.shape
     bias, state, rows, ids = map(inputs.or_placeholder, inputs[2:6])
-    grad = grad.contiguous()
-    constants = inputs.constants(BACKWARD_CHANNELS) | {"KIND": inputs.activation, "BIAS": inputs.bias is not None}
-    chunk, chunks, blocks = inputs.chunking(constants["BLOCK"])
+    dq, dk, dv = (
+        x.new_zeros(batch, length, width) if grad is None else grad.contiguous()
+        for grad, width in zip(grads, (keys, keys, channels - 2 * keys), strict=True)
+    )
+    constants, chunk, chunks = inputs.plan(BACKWARD)
     dx = x.new_empty(x.shape)
     dweight = x.new_empty((batch * chunks, *weight.shape), dtype=torch.float32)
     dbias = x.new_empty((batch * chunks, channels if inputs.bias is not None else 0), dtype=torch.float32)
+    tensors = x, weight, bias, state, rows, ids, dq, dk, dv, dx, dweight, dbias
     Launch(
-        kernels.backward_kernel,
-        (chunks * blocks, batch),
-        (x, weight, bias, state, rows, ids, grad, dx, dweight, dbias, length, chunk, blocks, x.stride(0), x.stride(1)),
+        backward_kernels.backward_kernel,
+        (chunks * constants["BLOCKS"], batch),
+        (*tensors, length, chunk, x.stride(0), x.stride(1), *inputs.numbers),
         constants,
     ).run()
     dstate = x.new_empty(0 if inputs.state is None else inputs.state.shape)
     if (inputs.state is not None or final_grad is not None) and weight.shape[1] > 1 and inputs.sequences:
-        final = grad if final_grad is None else final_grad.contiguous()
-        constants |= inputs.constants(STATE_CHANNELS) | {"FINAL": final_grad is not None}
+        final = x if final_grad is None else final_grad.contiguous()
+        constants = inputs.constants(STATE_CHANNELS) | inputs.column_constants() | {"FINAL": final_grad is not None}
+        places = length, x.stride(0), x.stride(1)
         Launch(
-            kernels.state_backward_kernel,
-            (inputs.sequences, -(-channels // constants["BLOCK"])),
-            (x, weight, bias, state, rows, grad, final, dx, dstate, length, x.stride(0), x.stride(1)),
+            backward_kernels.state_backward_kernel,
+            (inputs.sequences, inputs.blocks(constants["BLOCK"])),
+            (x, weight, bias, state, rows, dq, dk, dv, final, dx, dstate, *places, *inputs.numbers),
             constants,
         ).run()
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype), dstate

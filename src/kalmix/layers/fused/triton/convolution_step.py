@@ -7,6 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.layers.fused.triton.convolution import choose, locate_block, sum_head
+from kalmix.layers.fused.triton.convolution_launch import count_blocks
+from kalmix.layers.fused.triton.unit_norm import inverse_length
+from kalmix.layers.fused.unit_norm import QueryKeyColumns
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
@@ -15,14 +19,15 @@ BLOCK = 256  # channels of a program
 
 @triton.jit
 def step_kernel(
-    x, weight, bias, pool, read, write, y, x_row, slot_stride,
-    C: tl.constexpr, S: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    DTYPE: tl.constexpr,
+    x, weight, bias, pool, read, write, q, k, v, x_row, slot_stride, v_row, query_length, eps,
+    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
+    BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Convolve the last S - 1 inputs and the present one, and move the inputs by one token."""
-    row, channel = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    """Convolve the last S - 1 inputs and the present one, and move the inputs by one token; see `convolution.py`."""
+    row = tl.program_id(0).to(tl.int64)
+    section, column, width = locate_block(tl.program_id(1), C, KEYS, BLOCK)
+    channel, inside = section * KEYS + column, column < width
     source, target = tl.load(read + row).to(tl.int64), tl.load(write + row).to(tl.int64)
-    inside = channel < C
     active, stored = inside & (source >= 0), inside & (source >= 0) & (target >= 0)
     total = tl.zeros([BLOCK], DTYPE)
     if BIAS:
@@ -42,7 +47,11 @@ def step_kernel(
             total += factor * present.to(DTYPE)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    tl.store(y + row * C + channel, tl.where(active, total, 0.0).to(y.dtype.element_ty), mask=inside)
+    if K > 0:
+        inverse, _ = inverse_length(sum_head(total * total, K), eps, ON_LENGTH)
+        total = tl.where(section < 2, total * (choose(section, query_length, 1.0, 1.0, KEYS) * inverse), total)
+    y = choose(section, q, k, v, KEYS) + row * choose(section, KEYS, KEYS, v_row, KEYS)
+    tl.store(y + column, tl.where(active, total, 0.0).to(y.dtype.element_ty), mask=inside)
 
 
 def step(
@@ -52,17 +61,21 @@ def step(
     pool: Tensor,
     slots: Slots,
     activation: str | None,
-    out: Tensor | None,
-) -> Tensor:
-    """Launch the step; return `[B, 1, C]`."""
-    batch, (channels, taps) = x.shape[0], weight.shape
+    columns: QueryKeyColumns,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the step; return queries, keys and values `[B, 1, columns]`. `out` is a tensor for the values."""
+    batch, (channels, taps), (keys, norm) = x.shape[0], weight.shape, columns
     x, weight = x if x.stride(2) == 1 else x.contiguous(), weight.contiguous()
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
-    block = min(BLOCK, max(32, triton.next_power_of_2(channels)))
-    Launch(step_kernel, (batch, -(-channels // block)), (
-        x, weight, weight if bias is None else bias, pool, *slots, y, x.stride(0), pool.stride(0),
+    q, k = x.new_empty(batch, 1, keys), x.new_empty(batch, 1, keys)
+    v = x.new_empty(batch, 1, channels - 2 * keys) if out is None else out
+    block = max(norm.width, min(BLOCK, max(32, triton.next_power_of_2(channels))))
+    Launch(step_kernel, (batch, count_blocks(channels, columns, block)), (
+        x, weight, weight if bias is None else bias, pool, *slots, q, k, v, x.stride(0), pool.stride(0), v.stride(0),
+        norm.query_length, norm.eps,
     ), {
-        "C": channels, "S": taps, "BLOCK": block, "BIAS": bias is not None, "SILU": activation == "silu",
+        "C": channels, "S": taps, "KEYS": keys, "K": norm.width, "ON_LENGTH": norm.eps_on_length,
+        "BLOCK": block, "BIAS": bias is not None, "SILU": activation == "silu",
         "DTYPE": tl.float64 if x.dtype == torch.float64 else tl.float32, "num_warps": 2,
     }).run()  # fmt: skip
-    return y
+    return q, k, v

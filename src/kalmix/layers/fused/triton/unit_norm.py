@@ -12,13 +12,13 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 
 @triton.jit
-def _inverse_length(square, eps, ON_LENGTH: tl.constexpr):
+def inverse_length(square, eps, ON_LENGTH: tl.constexpr):
     """Return 1 / length and the factor of the gradient's part along the vector."""
     if ON_LENGTH:
-        length = tl.sqrt_rn(square)
+        length = tl.sqrt(square)
         inverse, slope = 1.0 / (length + eps), tl.where(length > 0.0, 1.0 / length, 0.0)
     else:
-        inverse = 1.0 / tl.sqrt_rn(square + eps)
+        inverse = tl.rsqrt(square + eps)
         slope = inverse
     return inverse, slope
 
@@ -33,7 +33,7 @@ def _forward_kernel(
     start = (row // INNER).to(tl.int64) * outer_stride + (row % INNER) * inner_stride
     values = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     square = tl.sum(values * values, axis=1)
-    inverse, _ = _inverse_length(square, eps, ON_LENGTH)
+    inverse, _ = inverse_length(square, eps, ON_LENGTH)
     out = values * (scale * inverse)[:, None]
     tl.store(y + row.to(tl.int64)[:, None] * K + column[None, :], out.to(y.dtype.element_ty), mask=mask)
     tl.store(squares + row, square, mask=row < rows)
@@ -49,7 +49,7 @@ def _backward_kernel(
     offset = row.to(tl.int64)[:, None] * K + column[None, :]
     unit = tl.load(y + offset, mask=mask, other=0.0).to(tl.float32) / scale
     dy = tl.load(grad + offset, mask=mask, other=0.0).to(tl.float32) * scale
-    inverse, slope = _inverse_length(tl.load(squares + row, mask=row < rows, other=1.0), eps, ON_LENGTH)
+    inverse, slope = inverse_length(tl.load(squares + row, mask=row < rows, other=1.0), eps, ON_LENGTH)
     along = tl.sum(unit * dy, axis=1)
     out = inverse[:, None] * dy - (slope * along)[:, None] * unit
     tl.store(dx + offset, out.to(dx.dtype.element_ty), mask=mask)
