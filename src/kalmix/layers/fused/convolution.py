@@ -105,8 +105,7 @@ def convolve_qkv(
 
 def fits_program(columns: QueryKeyColumns) -> bool:
     """Return whether programs hold whole heads, so that the kernel of the convolution also scales them."""
-    width = columns.norm.width
-    return width <= MAX_WIDTH and width & (width - 1) == 0
+    return columns.norm.width <= MAX_WIDTH
 
 
 def _eager_qkv(

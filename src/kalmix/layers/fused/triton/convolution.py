@@ -155,14 +155,29 @@ def convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S: tl.const
 
 
 @triton.jit
-def locate_block(block, C: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr):
-    """Return whose columns a block has (0 for queries, 1 for keys, 2 for values), those columns, and their number."""
-    blocks: tl.constexpr = (KEYS + BLOCK - 1) // BLOCK
-    section, width = 2, C - 2 * KEYS
+def locate_block(block, C: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr):
+    """Return whose columns a block has (0 for queries, 1 for keys, 2 for values), those columns, and which exist.
+
+    With K > 0, a block of queries or keys has whole heads of K columns, each padded to P.
+    """
+    heads: tl.constexpr = BLOCK // max(P, 1)
+    count: tl.constexpr = heads * K if K > 0 else BLOCK  # columns of queries or keys that a block has
+    blocks: tl.constexpr = (KEYS + count - 1) // count
+    index, section = tl.arange(0, BLOCK), 2
     if KEYS > 0:
         section = tl.minimum(block // blocks, 2)
-        width = tl.where(section < 2, KEYS, C - 2 * KEYS)
-    return section, (block - section * blocks) * BLOCK + tl.arange(0, BLOCK), width
+    column = (block - 2 * blocks) * BLOCK + index
+    inside = column < C - 2 * KEYS
+    if KEYS > 0:
+        first = (block - section * blocks) * count
+        if P > K:
+            key_column = first + (index // P * K + index % P)
+            key_inside = (index % P < K) & (key_column < KEYS)
+        else:
+            key_column = first + index
+            key_inside = key_column < KEYS
+        column, inside = tl.where(section < 2, key_column, column), tl.where(section < 2, key_inside, inside)
+    return section, column, inside
 
 
 @triton.jit
@@ -175,9 +190,9 @@ def choose(section, q, k, v, KEYS: tl.constexpr):
 
 
 @triton.jit
-def sum_head(x, K: tl.constexpr):
-    """Return, for each column, the sum over the K columns of its head."""
-    shape: tl.constexpr = (x.shape[0] // K, K)
+def sum_head(x, P: tl.constexpr):
+    """Return, for each column, the sum over the P columns of its head."""
+    shape: tl.constexpr = (x.shape[0] // P, P)
     total = tl.sum(tl.reshape(x, shape), axis=1)
     return tl.reshape(tl.broadcast_to(total[:, None], shape), (x.shape[0],))
 
@@ -194,7 +209,7 @@ def are_of(sequence, sequences):
 @triton.jit
 def _compute_tokens(
     values, sequences, previous, one, two, three, state, y, left, column, channel, inside, parameters, scale, eps,
-    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
     KIND: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute and store as many tokens as there are values, `left` at most; return the last three inputs."""
@@ -209,8 +224,8 @@ def _compute_tokens(
             previous = sequence
         out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
         out, _ = activation_and_slope(out, KIND, PTX)
-        if K > 0:
-            inverse, _ = inverse_length(sum_head(out * out, K), eps, ON_LENGTH)
+        if P > 0:
+            inverse, _ = inverse_length(sum_head(out * out, P), eps, ON_LENGTH)
             out = out * (scale * inverse)
         if PACKED:
             out = tl.where(sequences[i] >= 0, out, 0.0)
@@ -222,10 +237,10 @@ def _compute_tokens(
 @triton.jit
 def _slide(
     x, state, rows, ids, y, row, first, end, length, stride, column, channel, inside, parameters, scale, eps,
-    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
     UNROLL: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute a chunk of tokens; with K > 0, scale heads of K columns to unit length."""
+    """Compute a chunk of tokens; with P > 0, scale heads of P columns to unit length."""
     one, two, three = load_window(x, state, rows, ids, row, first, length, stride, channel, inside, C, S, PACKED, STATE)
     previous = load_sequence(ids, first, length, PACKED)
     y += row.to(tl.int64) * length * WIDTH
@@ -237,32 +252,33 @@ def _slide(
             if are_of(previous, sequences):
                 one, two, three = _compute_tokens(
                     values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                    parameters, scale, eps, C, S, WIDTH, K, ON_LENGTH, KIND, False, STATE, PTX,
+                    parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, False, STATE, PTX,
                 )  # fmt: skip
             else:
                 one, two, three = _compute_tokens(
                     values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                    parameters, scale, eps, C, S, WIDTH, K, ON_LENGTH, KIND, True, STATE, PTX,
+                    parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, True, STATE, PTX,
                 )  # fmt: skip
             previous = sequences[UNROLL - 1]
         else:
             one, two, three = _compute_tokens(
                 values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                parameters, scale, eps, C, S, WIDTH, K, ON_LENGTH, KIND, False, STATE, PTX,
+                parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, False, STATE, PTX,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def forward_kernel(
     x, weight, bias, state, rows, ids, q, k, v, length, chunk, batch_stride, stride, query_length, eps,
-    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, UNROLL: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ON_LENGTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, UNROLL: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr,
     PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute a chunk of one batch row."""
     row = tl.program_id(1)
-    section, column, width = locate_block(tl.program_id(0) % BLOCKS, C, KEYS, BLOCK)
-    channel, inside = section * KEYS + column, column < width
+    section, column, inside = locate_block(tl.program_id(0) % BLOCKS, C, KEYS, K, P, BLOCK)
+    channel = section * KEYS + column
     first = tl.program_id(0) // BLOCKS * chunk
     end = tl.minimum(first + chunk, length)
     x += row.to(tl.int64) * batch_stride
@@ -272,7 +288,7 @@ def forward_kernel(
         scale = choose(section, query_length, 1.0, 1.0, KEYS)
         _slide(
             x, state, rows, ids, choose(section, q, k, v, KEYS), row, first, end, length, stride, column, channel,
-            inside, parameters, scale, eps, C, S, KEYS, K, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
+            inside, parameters, scale, eps, C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
         )  # fmt: skip
     else:
         _slide(

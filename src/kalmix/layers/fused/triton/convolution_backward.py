@@ -30,13 +30,13 @@ from kalmix.layers.fused.triton.unit_norm import inverse_length
 
 @triton.jit
 def _convolution_gradient(
-    out, grad, scale, eps, KIND: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr, PTX: tl.constexpr
+    out, grad, scale, eps, KIND: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, PTX: tl.constexpr
 ):
     """Return the gradient of a token's convolution, from the gradient of its output."""
     value, slope = activation_and_slope(out, KIND, PTX)
-    if K > 0:
-        inverse, factor = inverse_length(sum_head(value * value, K), eps, ON_LENGTH)
-        along = sum_head(value * grad, K)
+    if P > 0:
+        inverse, factor = inverse_length(sum_head(value * value, P), eps, ON_LENGTH)
+        along = sum_head(value * grad, P)
         grad = (scale * inverse) * grad - (scale * inverse * factor * (inverse * along)) * value
     return grad * slope
 
@@ -53,7 +53,7 @@ def _within(x, same, PACKED: tl.constexpr):
 def _compute_tokens(
     values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3, sums, state, dx, first, last,
     channel, inside, parameters, scale, eps,
-    C: tl.constexpr, S: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr, SUM: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr, SUM: tl.constexpr,
     PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Pass the output gradients of some tokens on to the inputs; store the inputs' gradients that are complete.
@@ -71,7 +71,7 @@ def _compute_tokens(
                 state, sequence, sequence != id1, value, one, two, three, channel, inside, C, S, STATE
             )
         out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
-        grad = _convolution_gradient(out, grads[i].to(tl.float32), scale, eps, KIND, K, ON_LENGTH, PTX)
+        grad = _convolution_gradient(out, grads[i].to(tl.float32), scale, eps, KIND, P, ON_LENGTH, PTX)
         grad = _within(grad, sequences[i] >= 0, PACKED)
         if SUM:
             doffset, dtap0 = doffset + grad, dtap0 + grad * value
@@ -95,7 +95,7 @@ def _compute_tokens(
 def _slide(
     x, state, rows, ids, dy, dx, weight_partial, bias_partial, row, first, end, length, stride,
     column, channel, inside, parameters, scale, eps,
-    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
     UNROLL: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
@@ -120,20 +120,20 @@ def _slide(
                 one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                     values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
                     (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                    parameters, scale, eps, C, S, K, ON_LENGTH, KIND, True, False, STATE, PTX,
+                    parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, False, STATE, PTX,
                 )  # fmt: skip
             else:
                 one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                     values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
                     (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                    parameters, scale, eps, C, S, K, ON_LENGTH, KIND, True, True, STATE, PTX,
+                    parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, True, STATE, PTX,
                 )  # fmt: skip
             id1, id2, id3 = sequences[UNROLL - 1], sequences[UNROLL - 2], sequences[UNROLL - 3]
         else:
             one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                 values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
                 (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                parameters, scale, eps, C, S, K, ON_LENGTH, KIND, True, False, STATE, PTX,
+                parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, False, STATE, PTX,
             )  # fmt: skip
     if S > 1:  # the S - 1 tokens after the chunk complete the gradients of its last inputs
         after = first + (end - first + UNROLL - 1) // UNROLL * UNROLL
@@ -144,7 +144,7 @@ def _slide(
             values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
             (doffset, dtap0, dtap1, dtap2, dtap3), state, dx + tl.cast(after, tl.int64) * C,
             first - after + S - 1, end - after + S - 1, channel, inside,
-            parameters, scale, eps, C, S, K, ON_LENGTH, KIND, False, PACKED, STATE, PTX,
+            parameters, scale, eps, C, S, P, ON_LENGTH, KIND, False, PACKED, STATE, PTX,
         )  # fmt: skip
     if BIAS:
         tl.store(bias_partial + channel, doffset, mask=inside)
@@ -161,8 +161,9 @@ def _slide(
 def backward_kernel(
     x, weight, bias, state, rows, ids, dq, dk, dv, dx, weight_partial, bias_partial, length, chunk,
     batch_stride, stride, query_length, eps,
-    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCKS: tl.constexpr, UNROLL: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ON_LENGTH: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, UNROLL: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr,
     PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a chunk's inputs, and add up those of weight and bias over its tokens.
@@ -171,8 +172,8 @@ def backward_kernel(
     gradients of the last S - 1 inputs.
     """
     row = tl.program_id(1)
-    section, column, width = locate_block(tl.program_id(0) % BLOCKS, C, KEYS, BLOCK)
-    channel, inside = section * KEYS + column, column < width
+    section, column, inside = locate_block(tl.program_id(0) % BLOCKS, C, KEYS, K, P, BLOCK)
+    channel = section * KEYS + column
     index = tl.program_id(0) // BLOCKS
     first = index * chunk
     end = tl.minimum(first + chunk, length)
@@ -187,7 +188,7 @@ def backward_kernel(
         _slide(
             x, state, rows, ids, choose(section, dq, dk, dv, KEYS), dx, weight_partial, bias_partial, row, first, end,
             length, stride, column, channel, inside, parameters, scale, eps,
-            C, S, KEYS, K, ON_LENGTH, UNROLL, KIND, BIAS, PACKED, STATE, PTX,
+            C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, BIAS, PACKED, STATE, PTX,
         )  # fmt: skip
     else:
         _slide(
@@ -200,14 +201,14 @@ def backward_kernel(
 @triton.jit(do_not_specialize=["length"])
 def state_backward_kernel(
     x, weight, bias, state, rows, dq, dk, dv, dfinal, dx, dstate, length, batch_stride, stride, query_length, eps,
-    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
-    FINAL: tl.constexpr, PTX: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ON_LENGTH: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    PACKED: tl.constexpr, STATE: tl.constexpr, FINAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of a state; with `FINAL`, also add that of the final state to the gradient of the inputs."""
     sequence = tl.program_id(0)
-    section, column, width = locate_block(tl.program_id(1), C, KEYS, BLOCK)
-    channel, inside = section * KEYS + column, column < width
+    section, column, inside = locate_block(tl.program_id(1), C, KEYS, K, P, BLOCK)
+    channel, width = section * KEYS + column, choose(section, KEYS, KEYS, C - 2 * KEYS, KEYS)
     row, start, count = locate_sequence(rows, sequence, length, PACKED)
     x += row * batch_stride
     dy = choose(section, dq, dk, dv, KEYS) + row * length * width
@@ -227,8 +228,8 @@ def state_backward_kernel(
                     out += load_tap(weight, channel, inside, S - 1 - j, S) * entry
                 dout = load_token(dy, start + token, start + count, width, column, inside).to(tl.float32)
                 grad = _convolution_gradient(out, dout, scale, eps, KIND, 0, ON_LENGTH, PTX)
-                if K > 0:
-                    scaled = _convolution_gradient(out, dout, scale, eps, KIND, K, ON_LENGTH, PTX)
+                if P > 0:
+                    scaled = _convolution_gradient(out, dout, scale, eps, KIND, P, ON_LENGTH, PTX)
                     grad = tl.where(section < 2, scaled, grad)
                 total += tl.where(token < count, load_tap(weight, channel, inside, S - 1 - i + token, S) * grad, 0.0)
             if FINAL:

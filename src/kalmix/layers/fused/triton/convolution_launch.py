@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.layers.fused.triton import convolution as kernels
 from kalmix.layers.fused.triton import convolution_backward as backward_kernels
-from kalmix.layers.fused.unit_norm import QueryKeyColumns
+from kalmix.layers.fused.unit_norm import QueryKeyColumns, UnitNorm
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 
@@ -83,14 +83,19 @@ class ConvolutionInputs(NamedTuple):
     def constants(self, channels: int) -> dict[str, Any]:
         """Return constants of all kernels, for programs of at most `channels` channels."""
         count, taps = self.weight.shape
-        block = max(self.columns.norm.width, min(channels, max(32, 1 << (count - 1).bit_length())))
+        block = max(pad_width(self.columns.norm), min(channels, max(32, 1 << (count - 1).bit_length())))
         flags = {"PACKED": self.rows is not None, "STATE": self.state is not None}
         return {"C": count, "S": taps, "BLOCK": block, **flags, "num_warps": 1}
 
     def column_constants(self) -> dict[str, Any]:
         """Return constants of the kernels that read or write queries, keys and values."""
         norm, flags = self.columns.norm, {"KIND": self.activation, "BIAS": self.bias is not None, "PTX": supports_ptx()}
-        return {"KEYS": self.columns.count, "K": norm.width, "ON_LENGTH": norm.eps_on_length, **flags}
+        return {
+            "KEYS": self.columns.count,
+            "K": norm.width,
+            "P": pad_width(norm),
+            "ON_LENGTH": norm.eps_on_length,
+        } | flags
 
     def blocks(self, block: int) -> int:
         """Return the blocks of channels, none of which has columns of two tensors."""
@@ -106,9 +111,16 @@ class ConvolutionInputs(NamedTuple):
         return constants | {"BLOCKS": blocks, "num_warps": warps}, chunk, -(-length // chunk)
 
 
+def pad_width(norm: UnitNorm) -> int:
+    """Return the columns of a head in a block, a power of two; 0 without norm."""
+    return 1 << (norm.width - 1).bit_length() if norm.width else 0
+
+
 def count_blocks(channels: int, columns: QueryKeyColumns, block: int) -> int:
-    """Return the number of blocks of channels, none of which has columns of two tensors."""
-    return 2 * -(-columns.count // block) + -(-(channels - 2 * columns.count) // block)
+    """Return the number of blocks of channels; none has columns of two tensors or, with a norm, a part of a head."""
+    count, norm = columns
+    per_block = block // pad_width(norm) * norm.width if norm.width else block
+    return 2 * -(-count // per_block) + -(-(channels - 2 * count) // block)
 
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:

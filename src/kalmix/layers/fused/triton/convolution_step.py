@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.layers.fused.triton.convolution import choose, locate_block, sum_head
-from kalmix.layers.fused.triton.convolution_launch import count_blocks
+from kalmix.layers.fused.triton.convolution_launch import count_blocks, pad_width
 from kalmix.layers.fused.triton.unit_norm import inverse_length
 from kalmix.layers.fused.unit_norm import QueryKeyColumns
 from kalmix.ops._shared.step import Slots
@@ -20,13 +20,13 @@ BLOCK = 256  # channels of a program
 @triton.jit
 def step_kernel(
     x, weight, bias, pool, read, write, q, k, v, x_row, slot_stride, v_row, query_length, eps,
-    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, ON_LENGTH: tl.constexpr,
-    BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
+    C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
+    ON_LENGTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Convolve the last S - 1 inputs and the present one, and move the inputs by one token; see `convolution.py`."""
     row = tl.program_id(0).to(tl.int64)
-    section, column, width = locate_block(tl.program_id(1), C, KEYS, BLOCK)
-    channel, inside = section * KEYS + column, column < width
+    section, column, inside = locate_block(tl.program_id(1), C, KEYS, K, P, BLOCK)
+    channel = section * KEYS + column
     source, target = tl.load(read + row).to(tl.int64), tl.load(write + row).to(tl.int64)
     active, stored = inside & (source >= 0), inside & (source >= 0) & (target >= 0)
     total = tl.zeros([BLOCK], DTYPE)
@@ -47,8 +47,8 @@ def step_kernel(
             total += factor * present.to(DTYPE)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    if K > 0:
-        inverse, _ = inverse_length(sum_head(total * total, K), eps, ON_LENGTH)
+    if P > 0:
+        inverse, _ = inverse_length(sum_head(total * total, P), eps, ON_LENGTH)
         total = tl.where(section < 2, total * (choose(section, query_length, 1.0, 1.0, KEYS) * inverse), total)
     y = choose(section, q, k, v, KEYS) + row * choose(section, KEYS, KEYS, v_row, KEYS)
     tl.store(y + column, tl.where(active, total, 0.0).to(y.dtype.element_ty), mask=inside)
@@ -69,12 +69,13 @@ def step(
     x, weight = x if x.stride(2) == 1 else x.contiguous(), weight.contiguous()
     q, k = x.new_empty(batch, 1, keys), x.new_empty(batch, 1, keys)
     v = x.new_empty(batch, 1, channels - 2 * keys) if out is None else out
-    block = max(norm.width, min(BLOCK, max(32, triton.next_power_of_2(channels))))
+    padded = pad_width(norm)
+    block = max(padded, min(BLOCK, max(32, triton.next_power_of_2(channels))))
     Launch(step_kernel, (batch, count_blocks(channels, columns, block)), (
         x, weight, weight if bias is None else bias, pool, *slots, q, k, v, x.stride(0), pool.stride(0), v.stride(0),
         norm.query_length, norm.eps,
     ), {
-        "C": channels, "S": taps, "KEYS": keys, "K": norm.width, "ON_LENGTH": norm.eps_on_length,
+        "C": channels, "S": taps, "KEYS": keys, "K": norm.width, "P": padded, "ON_LENGTH": norm.eps_on_length,
         "BLOCK": block, "BIAS": bias is not None, "SILU": activation == "silu",
         "DTYPE": tl.float64 if x.dtype == torch.float64 else tl.float32, "num_warps": 2,
     }).run()  # fmt: skip
