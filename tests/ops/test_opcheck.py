@@ -61,6 +61,7 @@ FUSED = {  # parts of layers: arguments of the op
     "short_convolution": lambda: (
         *(torch.randn(2, 5, 6), torch.randn(6, 4), torch.randn(6), torch.randn(3, 3, 6)),
         *(torch.tensor([[0, 0, 3], [0, 3, 5], [1, 0, 5]]).int(), torch.tensor([[0, 0, 0, 1, 1], [2] * 5]), "silu"),
+        *(2, 2, 0.5, 1e-6, False),
     ),
     "gated_skip": lambda: (torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.randn(4), torch.randn(2, 5, 4).half()),
     "softplus_precision": lambda: (torch.randn(2, 5, 4).half(), 1e-4),

@@ -31,7 +31,7 @@ def packing_of(rows):
 
 def inputs(columns, values=5, *, taps=4, sequences=2):
     torch.manual_seed(0)
-    channels = 2 * columns.count + values
+    channels = 2 * columns.keys + values
     state = torch.randn(sequences, taps - 1, channels)
     return [torch.randn(2, 11, channels), torch.randn(channels, taps), torch.randn(channels), state]
 

@@ -99,8 +99,10 @@ def convolve_qkv(
         return _eager_qkv(x, weight, bias, state, packing, activation, columns)
     rows, ids = (None, None) if packing is None else (packing.segments.rows, packing.ids)
     norm = columns.norm if fits_program(columns) else UnitNorm()
-    q, k, v, final_state = _convolution(x, weight, bias, state, rows, ids, activation or "none", columns.count, *norm)
-    return *((q, k) if norm is columns.norm else columns.normalize(q, k)), v, final_state
+    q, k, v, final_state = _convolution(x, weight, bias, state, rows, ids, activation or "none", columns.keys, *norm)
+    if norm is not columns.norm:
+        q, k = columns.normalize(q, k)
+    return q, k, v, final_state
 
 
 def fits_program(columns: QueryKeyColumns) -> bool:

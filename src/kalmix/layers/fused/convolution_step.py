@@ -89,7 +89,7 @@ def convolve_qkv_step(
     from kalmix.layers.fused.triton.convolution_step import step
 
     fits = fits_program(columns)
-    q, k, v = step(x, weight, bias, pool, slots, activation, columns if fits else QueryKeyColumns(columns.count))
+    q, k, v = step(x, weight, bias, pool, slots, activation, columns if fits else QueryKeyColumns(columns.keys))
     return *((q, k) if fits else columns.normalize(q, k)), v
 
 

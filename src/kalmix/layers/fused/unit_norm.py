@@ -70,20 +70,20 @@ class QueryKeyColumns(NamedTuple):
     """Columns of queries and keys among channels: first the queries, then the keys, then the values.
 
     Attributes:
-        count: columns of the queries, and of the keys.
+        keys: columns of the queries, and of the keys.
         norm: unit norm of their heads; by default none.
     """
 
-    count: int = 0
+    keys: int = 0
     norm: UnitNorm = UnitNorm()
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Split channels `[..., C]` into queries, keys and values."""
-        q, k, v = x.split([self.count, self.count, x.shape[-1] - 2 * self.count], dim=-1)
+        q, k, v = x.split([self.keys, self.keys, x.shape[-1] - 2 * self.keys], dim=-1)
         return q, k, v
 
     def normalize(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Scale the heads of queries and keys `[..., count]`, if they have a norm."""
+        """Scale the heads of queries and keys `[..., keys]`, if they have a norm."""
         if self.norm.width:
             heads = -1, self.norm.width
             q, k = (y.flatten(-2) for y in self.norm.apply(q.unflatten(-1, heads), k.unflatten(-1, heads)))

@@ -91,7 +91,7 @@ class ConvolutionInputs(NamedTuple):
         """Return constants of the kernels that read or write queries, keys and values."""
         norm, flags = self.columns.norm, {"KIND": self.activation, "BIAS": self.bias is not None, "PTX": supports_ptx()}
         return {
-            "KEYS": self.columns.count,
+            "KEYS": self.columns.keys,
             "K": norm.width,
             "P": pad_width(norm),
             "ON_LENGTH": norm.eps_on_length,
@@ -125,7 +125,7 @@ def count_blocks(channels: int, columns: QueryKeyColumns, block: int) -> int:
 
 def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return queries, keys and values, and the final state `[N, S - 1, C]`."""
-    x, taps, keys = inputs.x, inputs.weight.shape[1], inputs.columns.count
+    x, taps, keys = inputs.x, inputs.weight.shape[1], inputs.columns.keys
     batch, length, channels = x.shape
     q, k, v = (x.new_empty(batch, length, width) for width in (keys, keys, channels - 2 * keys))
     final = x.new_empty(inputs.sequences, taps - 1, channels)
@@ -156,7 +156,7 @@ def backward(
 
     `grads` are those of queries, keys and values; `None` for zeros.
     """
-    x, weight, keys = inputs.x, inputs.weight, inputs.columns.count
+    x, weight, keys = inputs.x, inputs.weight, inputs.columns.keys
     batch, length, channels = x.shape
     bias, state, rows, ids = map(inputs.or_placeholder, inputs[2:6])
     dq, dk, dv = (
