@@ -156,6 +156,10 @@ def _short_convolution(dtype: torch.dtype) -> None:
         x, weight, bias, state = _draw(dtype, (2, 256, channels), (channels, 4), (channels,), (2, 3, channels))
         for activation in (None, "silu"):
             _differentiate([*fused.short_convolution(x, weight, bias, state, None, activation)], [x, weight, bias])
+    for width in (16, 96, 128, 256):
+        x, weight, state = _draw(dtype, (2, 256, 12 * width), (12 * width, 4), (2, 3, 12 * width))
+        columns = fused.QueryKeyColumns(3 * width, fused.UnitNorm(width, width**-0.5))
+        _differentiate([*fused.convolve_qkv(x, weight, None, state, None, "silu", columns)], [x, weight, state])
 
 
 def _cross_entropy(dtype: torch.dtype) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kalmix import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief, steps
-from kalmix.layers.fused import short_convolution_step
+from kalmix.layers.fused import QueryKeyColumns, UnitNorm, convolve_qkv_step, short_convolution_step
 from kalmix.ops import ConjugateGradient, Dynamics, Fixed
 
 ROWS, SLOTS, HEADS = 2, 4, 4
@@ -96,6 +96,9 @@ def _convolution(dtype: torch.dtype) -> None:
     x, weight, pool = (_empty(*shape, dtype=dtype) for shape in ((ROWS, 1, 3072), (3072, 4), (SLOTS, 3, 3072)))
     for bias, activation in ((None, "silu"), (_empty(3072, dtype=dtype), None)):
         short_convolution_step(x, weight, bias, pool, _slots(), activation, kernel="triton")
+    for width in (96, 128, 256):
+        columns = QueryKeyColumns(768, UnitNorm(width))
+        convolve_qkv_step(x, weight, None, pool, _slots(), "silu", columns, kernel="triton")
 
 
 STEPS: dict[str, Callable[[torch.dtype], None]] = {
