@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     chunk: int
 
 
-FORWARD, BACKWARD = Sizes(256, 256, 4, 64), Sizes(128, 128, 4, 64)
+FORWARD, BACKWARD = Sizes(128, 128, 4, 128), Sizes(128, 128, 8, 128)  # fastest of those measured on an H200
 
 
 class ConvolutionInputs(NamedTuple):
