@@ -17,43 +17,63 @@ from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import MIN_NORM, Adaptive, Chebyshev, ConjugateGradient, Ridge
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.ptx import prefetch, supports_ptx
 from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
 
+STRIP, WARPS = 16, 8  # columns of a strip of a gram; warps of a program at 128 keys
+VALUES, REGISTERS = 128, 128
+PREFETCH = True
+
 
 @triton.jit
-def load_gram(at, k, key, decay, weight, block, active, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Load a block of columns of a gram, and apply the decay and the present token."""
-    rows, columns = tl.arange(0, key.shape[0]), block * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (rows[:, None] < K) & (columns[None, :] < K) & active
-    tile = tl.load(at + rows[:, None] * K + columns[None, :], mask=inside, other=0.0)
+def place_gram(block, KEYS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
+    """Return rows, columns, offsets and the mask of a block of columns of a gram, in strips `[KEYS, strips, STRIP]`."""
+    rows = tl.arange(0, KEYS)[:, None, None]
+    strips = tl.arange(0, COLUMNS // STRIP)[:, None]
+    columns = block * COLUMNS + strips * STRIP + tl.arange(0, STRIP)[None, :]
+    return columns, rows * K + columns[None, :, :], (rows < K) & (columns[None, :, :] < K)
+
+
+@triton.jit
+def load_gram(at, k, key, decay, weight, block, active, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
+    """Load a block of columns of a gram, in strips, and apply the decay and the present token."""
+    columns, cells, inside = place_gram(block, key.shape[0], K, COLUMNS, STRIP)
+    tile = tl.load(at + cells, mask=inside & active, other=0.0)
     column_key = tl.load(k + columns, mask=(columns < K) & active, other=0.0).to(tile.dtype)
-    return decay * tile + (weight * key)[:, None] * column_key[None, :]
+    return decay * tile + (weight * key)[:, None, None] * column_key[None, :, :]
 
 
 @triton.jit
-def multiply(tile, at, k, key, decay, weight, active, x, K: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_columns(tile):
+    """Return the sums of the rows of a tile in strips; a thread adds all strips before threads exchange sums."""
+    return tl.sum(tl.sum(tile, 1), 1)
+
+
+@triton.jit
+def multiply(tile, at, k, key, decay, weight, active, x, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
     """Return H x, with H in `tile` or read in blocks of columns."""
     BLOCKS: tl.constexpr = key.shape[0] // COLUMNS
     if BLOCKS == 1:
-        product = tl.sum(tile * x[None, :], 1)
+        product = sum_columns(tile * tl.reshape(x, [COLUMNS // STRIP, STRIP])[None, :, :])
     else:
         product = tl.zeros(x.shape, x.dtype)
         for block in range(BLOCKS):
-            columns = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
-            product += tl.sum(columns * take_block(x, block, COLUMNS)[None, :], 1)
+            columns = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS, STRIP)
+            part = tl.reshape(take_block(x, block, COLUMNS), [COLUMNS // STRIP, STRIP])
+            product += sum_columns(columns * part[None, :, :])
     return product
 
 
 @triton.jit
 def solve_chebyshev(
     tile, at, k, key, decay, weight, active, rhs, inverse, shift, rho,
-    ITERATIONS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr,
+    ITERATIONS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
 ):  # fmt: skip
     """Compute Chebyshev iterations for S / m, whose spectrum is in [1 - rho, 1 + rho]."""
     before, x, factor = tl.zeros(rhs.shape, rhs.dtype), rhs, 2.0 + 0.0 * rho
     for _ in range(ITERATIONS):
         factor = 4.0 / (4.0 - rho * rho * factor)
-        image = inverse * multiply(tile, at, k, key, decay, weight, active, x, K, COLUMNS) + shift * x
+        image = inverse * multiply(tile, at, k, key, decay, weight, active, x, K, COLUMNS, STRIP) + shift * x
         following = x - factor * (image - rhs) + (factor - 1.0) * (x - before)
         before = x
         x = following
@@ -63,7 +83,7 @@ def solve_chebyshev(
 @triton.jit
 def solve_conjugate_gradient(
     tile, at, k, key, decay, weight, active, rhs, inverse, shift,
-    ITERATIONS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr,
+    ITERATIONS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Compute conjugate-gradient iterations for S / m; return the iterate with the smallest residual."""
     x, best, direction, residual = (
@@ -73,7 +93,10 @@ def solve_conjugate_gradient(
     smallest, threshold, ratio = square + 0.0, (0.1 * EPS) * (0.1 * EPS) * square, 0.0 * square
     for _ in range(ITERATIONS):
         direction = residual + ratio * direction
-        image = inverse * multiply(tile, at, k, key, decay, weight, active, direction, K, COLUMNS) + shift * direction
+        image = (
+            inverse * multiply(tile, at, k, key, decay, weight, active, direction, K, COLUMNS, STRIP)
+            + shift * direction
+        )
         curvature = tl.sum(direction * image, 0)
         length = tl.where(curvature > 0.0, square / tl.where(curvature > 0.0, curvature, 1.0), 0.0)
         x += length * direction
@@ -92,10 +115,10 @@ def step_sums(
     q, k, v, log_decay, gain, mix, crosses, grams, read, write, mean, variance,
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, gain_row, gain_head, mix_row, mix_head,
     cross_slot, gram_slot, heads, group,
-    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUES: tl.constexpr,
-    DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, VARIANCE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
+    VALUES: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, VARIANCE: tl.constexpr,
     ADAPTIVE: tl.constexpr, RIDGE: tl.constexpr, CHEBYSHEV: tl.constexpr, ITERATIONS: tl.constexpr,
-    EPS: tl.constexpr, SMALLEST: tl.constexpr,
+    EPS: tl.constexpr, SMALLEST: tl.constexpr, LINES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Update the sums of a row and head, solve for its query, and read."""
     dtype = grams.dtype.element_ty
@@ -117,11 +140,18 @@ def step_sums(
 
     BLOCKS: tl.constexpr = KEYS // COLUMNS
     at = grams + source * gram_slot + head * K * K
-    tile = load_gram(at, k, key, decay, weight, 0, active, K, COLUMNS)
-    squares = tl.sum(tile * tile, 1)
+    to = grams + target * gram_slot + head * K * K
+    tile = load_gram(at, k, key, decay, weight, 0, active, K, COLUMNS, STRIP)
+    if active:
+        prefetch(crosses + source * cross_slot + head * K * V, K * V, LINES, PTX)
+    if BLOCKS == 1:  # stored early, so that other memory traffic is under way during the iterations
+        _, in_strips, in_gram = place_gram(0, KEYS, K, COLUMNS, STRIP)
+        tl.debug_barrier()  # every warp has read the old gram
+        tl.store(to + in_strips, tile, mask=in_gram & stored)
+    squares = sum_columns(tile * tile)
     for block in range(1, BLOCKS):
-        other = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
-        squares += tl.sum(other * other, 1)
+        other = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS, STRIP)
+        squares += sum_columns(other * other)
     square = tl.sum(squares, 0)
     nonzero = square > SMALLEST * SMALLEST
     norm = tl.where(nonzero, tl.sqrt(tl.where(nonzero, square, 1.0)), 0.0)
@@ -137,10 +167,12 @@ def step_sums(
         shift, rho = strength * inverse, 0.5 * norm * inverse
     inverse = tl.where(norm < float("inf"), inverse, float("nan"))
     if CHEBYSHEV:
-        x = solve_chebyshev(tile, at, k, key, decay, weight, active, query, inverse, shift, rho, ITERATIONS, K, COLUMNS)
+        x = solve_chebyshev(
+            tile, at, k, key, decay, weight, active, query, inverse, shift, rho, ITERATIONS, K, COLUMNS, STRIP
+        )
     else:
         x = solve_conjugate_gradient(
-            tile, at, k, key, decay, weight, active, query, inverse, shift, ITERATIONS, K, COLUMNS, EPS
+            tile, at, k, key, decay, weight, active, query, inverse, shift, ITERATIONS, K, COLUMNS, STRIP, EPS
         )
     x = tl.where(has_key, x * inverse, 0.0)
     if VARIANCE:
@@ -148,15 +180,12 @@ def step_sums(
         tl.store(variance + row * heads + head, spread.to(variance.dtype.element_ty))
     reader = query + share * (x - query)
 
-    tl.debug_barrier()  # every warp has read the old gram
-    to = grams + target * gram_slot + head * K * K
-    for block in range(BLOCKS):
-        others = block * COLUMNS + tl.arange(0, COLUMNS)
-        new = tile
-        if BLOCKS > 1:
-            new = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS)
-        in_gram = (keys[:, None] < K) & (others[None, :] < K) & stored
-        tl.store(to + keys[:, None] * K + others[None, :], new, mask=in_gram)
+    if BLOCKS > 1:
+        tl.debug_barrier()  # every warp has read the old gram
+        for block in range(BLOCKS):
+            new = load_gram(at, k, key, decay, weight, block, active, K, COLUMNS, STRIP)
+            _, in_strips, in_gram = place_gram(block, KEYS, K, COLUMNS, STRIP)
+            tl.store(to + in_strips, new, mask=in_gram & stored)
     for first in range(0, V, VALUES):
         columns = first + tl.arange(0, VALUES)
         has_column = (columns < V) & active
@@ -187,7 +216,10 @@ def step(
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device) if mean is None else mean
     if variance and read_variance is None:
         read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.gram.dtype, device=v.device)
-    adaptive = isinstance(ridge, Adaptive)
+    adaptive, sizes = isinstance(ridge, Adaptive), matrix_sizes(keys, width)
+    if sizes["KEYS"] == 128:
+        sizes |= {"num_warps": WARPS, "VALUES": min(max(16, triton.next_power_of_2(width)), VALUES)}
+        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() else {}
     Launch(step_sums, (batch, heads), (
         q, k, v, *(v if x is None else x for x in factors), *pool, *slots,
         mean, mean if read_variance is None else read_variance,
@@ -198,6 +230,7 @@ def step(
         **dict(zip(("DECAYS", "GAINS", "MIXES"), (x is not None for x in factors), strict=True)),
         "RIDGE": float(ridge.factor if isinstance(ridge, Adaptive) else ridge.value),
         "CHEBYSHEV": isinstance(solver, Chebyshev), "ITERATIONS": solver.iterations,
-        "EPS": torch.finfo(pool.gram.dtype).eps, "SMALLEST": MIN_NORM, **matrix_sizes(keys, width),
+        "EPS": torch.finfo(pool.gram.dtype).eps, "SMALLEST": MIN_NORM, **sizes, "STRIP": STRIP,
+        "LINES": triton.next_power_of_2(triton.cdiv(keys * width, 32)), "PTX": PREFETCH and supports_ptx(),
     }).run()  # fmt: skip
     return mean, read_variance if variance else None

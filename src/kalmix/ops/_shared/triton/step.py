@@ -21,8 +21,12 @@ def row_strides(x: Tensor | None) -> tuple[int, int]:
 def take_block(x, block, COLUMNS: tl.constexpr):
     """Return entries `block * COLUMNS` to `(block + 1) * COLUMNS - 1` of a vector whose size is a multiple of them."""
     BLOCKS: tl.constexpr = x.shape[0] // COLUMNS
-    chosen = tl.arange(0, BLOCKS)[:, None] == block
-    return tl.sum(tl.where(chosen, tl.reshape(x, [BLOCKS, COLUMNS]), 0.0), 0)
+    if BLOCKS == 1:
+        part = x
+    else:
+        chosen = tl.arange(0, BLOCKS)[:, None] == block
+        part = tl.sum(tl.where(chosen, tl.reshape(x, [BLOCKS, COLUMNS]), 0.0), 0)
+    return part
 
 
 def matrix_sizes(keys: int, width: int) -> dict[str, int]:
