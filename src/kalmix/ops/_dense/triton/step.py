@@ -16,8 +16,12 @@ from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
+from kalmix.ops._shared.triton.ptx import prefetch, supports_ptx
 from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
 
+STRIP, WARPS = 16, 8  # columns of a strip of a covariance; warps of a program at 128 keys
+VALUES, REGISTERS = 64, 128
+PREFETCH = True
 NONE, SCALAR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -45,8 +49,11 @@ def load_covariance(
     at, rows, row_transition, columns, column_transition, noise, active,
     K: tl.constexpr, LOWER: tl.constexpr, ROTATES: tl.constexpr,
 ):  # fmt: skip
-    """Load a block of columns of a covariance and predict it; with `LOWER`, from the lower triangle."""
-    i, j = rows[:, None], columns[None, :]
+    """Load a block of columns of a covariance, in strips `[KEYS, strips, STRIP]`, and predict it.
+
+    With `LOWER`, load it from the lower triangle.
+    """
+    i, j = rows[:, None, None], columns[None, :, :]
     inside = (i < K) & (j < K) & active
     if LOWER:
         tile = tl.load(at + tl.maximum(i, j) * K + tl.minimum(i, j), mask=inside, other=0.0)
@@ -57,14 +64,38 @@ def load_covariance(
         HALF: tl.constexpr = K // 2
         diffuses = diffuses & (i < HALF)
         partner_i, partner_j = tl.where(i < HALF, i + HALF, i - HALF), tl.where(j < HALF, j + HALF, j - HALF)
-        cos_i, sin_i = row_transition[1][:, None], row_transition[2][:, None]
-        cos_j, sin_j = column_transition[1][None, :], column_transition[2][None, :]
+        cos_i, sin_i = row_transition[1][:, None, None], row_transition[2][:, None, None]
+        cos_j, sin_j = column_transition[1][None, :, :], column_transition[2][None, :, :]
         across_j = tl.load(at + i * K + partner_j, mask=inside, other=0.0)
         across_i = tl.load(at + partner_i * K + j, mask=inside, other=0.0)
         across_both = tl.load(at + partner_i * K + partner_j, mask=inside, other=0.0)
         tile = cos_j * (cos_i * tile + sin_i * across_i) + sin_j * (cos_i * across_j + sin_i * across_both)
-    tile *= row_transition[0][:, None] * column_transition[0][None, :]
+    tile *= row_transition[0][:, None, None] * column_transition[0][None, :, :]
     return tile + tl.where(diffuses & inside, noise, 0.0)
+
+
+@triton.jit
+def column_indices(block, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
+    """Return the columns of a block, in strips `[strips, STRIP]`."""
+    return block * COLUMNS + tl.arange(0, COLUMNS // STRIP)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
+
+
+@triton.jit
+def outer(x, y, block, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
+    """Return a block of columns of the outer product of two vectors, in strips."""
+    return x[:, None, None] * tl.reshape(take_block(y, block, COLUMNS), [COLUMNS // STRIP, STRIP])[None, :, :]
+
+
+@triton.jit
+def multiply(tile, x, block):
+    """Return the product of a block of columns, in strips, and a block of a vector.
+
+    A thread adds all strips before threads exchange sums.
+    """
+    STRIPS: tl.constexpr = tile.shape[1]
+    STRIP: tl.constexpr = tile.shape[2]
+    part = tl.reshape(take_block(x, block, STRIPS * STRIP), [STRIPS, STRIP])
+    return tl.sum(tl.sum(tile * part[None, :, :], 1), 1)
 
 
 @triton.jit
@@ -72,8 +103,9 @@ def step_belief(
     q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, read, write, mean, variance,
     q_row, q_head, k_row, k_head, v_row, v_head, obs_row, obs_head, process_row, process_head,
     decay_row, decay_head, angle_row, angle_head, mean_slot, covariance_slot, heads, group,
-    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, VALUES: tl.constexpr,
-    RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr, VARIANCE: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
+    VALUES: tl.constexpr, RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr, VARIANCE: tl.constexpr,
+    LINES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Predict the belief of a row and head, update it in Joseph form as `joseph_update` does, and read it."""
     dtype: tl.constexpr = covariances.dtype.element_ty
@@ -95,47 +127,50 @@ def step_belief(
 
     at = covariances + source * covariance_slot + head * K * K
     to = covariances + target * covariance_slot + head * K * K
+    if active:
+        prefetch(means + source * mean_slot + head * K * V, K * V, LINES, PTX)
     if BLOCKS == 1:
-        tile = load_covariance(at, keys, transition, keys, transition, added, active, K, False, ROTATES)
-        cov_key = tl.sum(tile * key[None, :], 1)
+        others = column_indices(0, COLUMNS, STRIP)
+        across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
+        tile = load_covariance(at, keys, transition, others, across, added, active, K, False, ROTATES)
+        cov_key = multiply(tile, key, 0)
         gain = cov_key / (tl.sum(key * cov_key, 0) + observed)
-        tile -= gain[:, None] * cov_key[None, :]
-        cross = tl.sum(tile * key[None, :], 1) - gain * observed
-        tile -= cross[:, None] * gain[None, :]
-        tile = (tile + tl.trans(tile)) * 0.5
-        spread = tl.sum(tl.sum(tile * query[None, :], 1) * query, 0)
+        tile -= outer(gain, cov_key, 0, COLUMNS, STRIP)
+        cross = multiply(tile, key, 0) - gain * observed
+        tile -= outer(cross, gain, 0, COLUMNS, STRIP)
+        mirrored = tl.reshape(tl.trans(tl.reshape(tile, [KEYS, KEYS])), [KEYS, COLUMNS // STRIP, STRIP])
+        tile = (tile + mirrored) * 0.5
+        spread = tl.sum(multiply(tile, query, 0) * query, 0)
         tl.debug_barrier()  # every warp has read the old covariance
-        in_block = (keys[:, None] < K) & (keys[None, :] < K) & stored
-        tl.store(to + keys[:, None] * K + keys[None, :], tile, mask=in_block)
+        i, j = keys[:, None, None], others[None, :, :]
+        tl.store(to + i * K + j, tile, mask=(i < K) & (j < K) & stored)
     else:
         cov_key = tl.zeros([KEYS], dtype)
         for block in range(BLOCKS):
-            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            others = column_indices(block, COLUMNS, STRIP)
             across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
             tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
-            cov_key += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
+            cov_key += multiply(tile, key, block)
         gain = cov_key / (tl.sum(key * cov_key, 0) + observed)
         cross = -gain * observed
         for block in range(BLOCKS):
-            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            others = column_indices(block, COLUMNS, STRIP)
             across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
             tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
-            tile -= gain[:, None] * take_block(cov_key, block, COLUMNS)[None, :]
-            cross += tl.sum(tile * take_block(key, block, COLUMNS)[None, :], 1)
+            tile -= outer(gain, cov_key, block, COLUMNS, STRIP)
+            cross += multiply(tile, key, block)
         spread = tl.zeros([], dtype)
         for reverse in range(BLOCKS):  # from the last block: the lower triangle of earlier ones is still the old one
             block = BLOCKS - 1 - reverse
-            others = block * COLUMNS + tl.arange(0, COLUMNS)
+            others = column_indices(block, COLUMNS, STRIP)
             across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
             tile = load_covariance(at, keys, transition, others, across, added, active, K, True, ROTATES)
-            block_gain, block_cov_key = take_block(gain, block, COLUMNS), take_block(cov_key, block, COLUMNS)
-            block_cross = take_block(cross, block, COLUMNS)
-            tile -= 0.5 * (gain[:, None] * block_cov_key[None, :] + cov_key[:, None] * block_gain[None, :])
-            tile -= 0.5 * (cross[:, None] * block_gain[None, :] + gain[:, None] * block_cross[None, :])
-            spread += tl.sum(tl.sum(tile * take_block(query, block, COLUMNS)[None, :], 1) * query, 0)
+            tile -= 0.5 * (outer(gain, cov_key, block, COLUMNS, STRIP) + outer(cov_key, gain, block, COLUMNS, STRIP))
+            tile -= 0.5 * (outer(cross, gain, block, COLUMNS, STRIP) + outer(gain, cross, block, COLUMNS, STRIP))
+            spread += tl.sum(multiply(tile, query, block) * query, 0)
             tl.debug_barrier()
-            in_block = (keys[:, None] < K) & (others[None, :] < K) & stored
-            tl.store(to + keys[:, None] * K + others[None, :], tile, mask=in_block)
+            i, j = keys[:, None, None], others[None, :, :]
+            tl.store(to + i * K + j, tile, mask=(i < K) & (j < K) & stored)
             tl.debug_barrier()
     if VARIANCE:
         tl.store(variance + row * heads + head, tl.where(active, spread, 0.0).to(variance.dtype.element_ty))
@@ -173,6 +208,10 @@ def step(
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device) if mean is None else mean
     if variance and read_variance is None:
         read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.mean.dtype, device=v.device)
+    sizes = matrix_sizes(keys, width)
+    if sizes["KEYS"] == 128:
+        sizes |= {"num_warps": WARPS, "VALUES": min(max(16, triton.next_power_of_2(width)), VALUES)}
+        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() else {}
     Launch(step_belief, (batch, heads), (
         q, k, v, *noises, v if log_decay is None else log_decay, v if angle is None else angle, *pool, *slots,
         mean, mean if read_variance is None else read_variance,
@@ -181,6 +220,7 @@ def step(
     ), {
         "K": keys, "V": width, "DECAY": 0 if log_decay is None else log_decay.ndim - 2, "ROTATES": angle is not None,
         "RATES": log_decay.shape[3] if log_decay is not None and log_decay.ndim == 4 else 1, "VARIANCE": variance,
-        **matrix_sizes(keys, width),
+        **sizes, "STRIP": STRIP,
+        "LINES": triton.next_power_of_2(triton.cdiv(keys * width, 32)), "PTX": PREFETCH and supports_ptx(),
     }).run()  # fmt: skip
     return mean, read_variance if variance else None
