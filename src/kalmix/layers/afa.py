@@ -14,9 +14,10 @@ from kalmix.beliefs import HistoryBelief
 from kalmix.designs import Design
 from kalmix.distributed import ops
 from kalmix.layers.fused import l2_normalize
+from kalmix.layers.fused.trajectory_step import can_fuse_step, predict_step
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.robust_weights import RobustWeights
+from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
@@ -160,13 +161,17 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """
         q, k, v = self.project(x)
         with torch.autocast(x.device.type, enabled=False):
-            dtype = belief_dtype(v.dtype)
-            dynamics = self.dynamics(dtype)
-            value_dynamics = None if self.value_dynamics is None else self.value_dynamics(dtype)
-            filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, dynamics, slots=slots)
-            mixed = self.mix_residual(filtered, v)
-            state_dynamics = dynamics if value_dynamics is None else value_dynamics
-            mean, _ = self.predict_state(*mixed, v, None, state_dynamics)
+            parameters = attend_parameters(v, self.dynamics, self.robust_weights)
+            dynamics = state_dynamics = Dynamics(*(parameters[name] for name in Dynamics._fields))
+            value_dynamics = None
+            if self.value_dynamics is not None:
+                value_dynamics = state_dynamics = Dynamics(**attend_parameters(v, self.value_dynamics, None))
+            filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
+            if self.confidence is None and self.predict != "gate" and can_fuse_step(v, (self.residual, *dynamics)):
+                predicts = None if self.predict is None else state_dynamics
+                mean = predict_step(filtered.mean, v, self.residual, predicts)
+            else:
+                mean, _ = self.predict_state(*self.mix_residual(filtered, v), v, None, state_dynamics)
         return mean.flatten(2), None
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
@@ -191,7 +196,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         value_dynamics: Dynamics | None,
         variance: bool = False,
         belief: HistoryBelief | None = None,
-        key_dynamics: Dynamics | None = None,
+        parameters: dict[str, Tensor] | None = None,
         **options: Any,
     ) -> Filtered:
         """Call `kalmix.ops.attend`, after the iterations that move the query.
@@ -201,14 +206,15 @@ class AdaptiveFilterAttention(TrajectoryLayer):
             value_dynamics: dynamics of values, if they are not those of keys.
             variance: also return the variance.
             belief: history to continue, or the pool of a step.
-            key_dynamics: dynamics of keys, if they are computed already.
+            parameters: dynamics of keys and arguments of the weights, if they are computed already.
             options: times and segments, or the slots of a step.
         """
         dtype = belief_dtype(q.dtype)
         q, k = (l2_normalize(q), l2_normalize(k)) if self.normalize else (q, k)
-        dynamics: Dynamics = self.dynamics(dtype) if key_dynamics is None else key_dynamics
-        arguments: dict[str, Any] = dynamics._asdict() | self.robust_weights(dtype)
-        arguments |= {"weight": self.weight, "window": self.window, "kernel": self.kernel} | options
+        if parameters is None:
+            parameters = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        arguments: dict[str, Any] = {"weight": self.weight, "window": self.window, "kernel": self.kernel}
+        arguments |= parameters | options
         for _ in range(self.iterations - 1):
             key_history = None if belief is None else replace_fields(belief, values=belief.keys)
             if "slots" in options:  # store the token once, in the last iteration

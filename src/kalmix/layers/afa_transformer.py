@@ -20,7 +20,7 @@ from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
-from kalmix.layers.robust_weights import RobustWeights
+from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
 from kalmix.segments import Segments
 from kalmix.steps import Slots
@@ -78,8 +78,12 @@ class FilterAttention(nn.Module):
     def forward(self, signals: Iterable[Tensor], **options: Any) -> Filtered:
         """Call `kalmix.ops.attend` with q, k and v, `[B, T, H, 2 C]` each, and `options`."""
         q, k, v = signals
-        dtype = belief_dtype(v.dtype)
-        return ops.attend(q, k, v, **self.dynamics(dtype)._asdict(), **self.robust_weights(dtype), **options)
+        if "slots" in options:
+            parameters = attend_parameters(v, self.dynamics, self.robust_weights)
+        else:
+            dtype = belief_dtype(v.dtype)
+            parameters = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        return ops.attend(q, k, v, **parameters, **options)
 
 
 class AFATransformerBlock(Mixer):

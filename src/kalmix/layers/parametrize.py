@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.layers.fused import positive, softplus_precision
+from kalmix.layers.fused.trajectory_step import RawDynamics
 from kalmix.layers.modules import low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
@@ -270,6 +271,13 @@ class StateDynamics(nn.Module):
             pairs = self.frequency.shape[1]
             with torch.no_grad():
                 self.frequency.copy_(self.rotary_base ** (-torch.arange(pairs) / pairs))
+
+    def raw(self) -> RawDynamics | None:
+        """Return the learned parameters; `None` if no channel rotates or a head has several noises of one kind."""
+        if self.frequency is None or self.key_noise.ndim > 1:
+            return None
+        noises = (self.get_parameter(name) for name in STATE_VARIANCES)
+        return RawDynamics(self.log_rate, self.log_step, *noises, self.frequency)
 
     def forward(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics of all heads, in the dtype of beliefs."""

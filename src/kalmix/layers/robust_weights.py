@@ -8,7 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.parametrize import positive
+from kalmix.layers.fused.trajectory_step import RawWeights, can_fuse_step, step_parameters
+from kalmix.layers.parametrize import STATE_VARIANCES, StateDynamics, positive
+from kalmix.types import belief_dtype
 
 
 class RobustWeights(nn.Module):
@@ -40,10 +42,33 @@ class RobustWeights(nn.Module):
         if self.floor is not None:
             nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
 
+    def raw(self) -> RawWeights:
+        """Return the learned parameters."""
+        return RawWeights(self.log_nu, self.log_temperature, self.floor)
+
     def forward(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the arguments `nu`, `temperature` and, if learned, `floor`."""
         arguments = {"nu": positive(self.log_nu.to(dtype)), "temperature": positive(self.log_temperature.to(dtype))}
         return arguments if self.floor is None else arguments | {"floor": F.softplus(self.floor.to(dtype))}
+
+
+def attend_parameters(x: Tensor, dynamics: StateDynamics, weights: RobustWeights | None) -> dict[str, Tensor]:
+    """Return the arguments of `kalmix.ops.attend` that depend on parameters only, for a step without gradients.
+
+    One kernel computes them on a GPU.
+
+    Args:
+        x: tokens of the step.
+        dynamics: dynamics of keys or of values.
+        weights: parameters of the weights; `None` for the dynamics only.
+    """
+    raw, raw_weights = dynamics.raw(), None if weights is None else weights.raw()
+    if raw is not None and can_fuse_step(x, (*raw, *(raw_weights or ()))):
+        process, key, query = (variance["floor"] for variance in STATE_VARIANCES.values())
+        computed, arguments = step_parameters(raw, raw_weights, (process, key, query), dynamics.channels)
+        return computed._asdict() | arguments
+    dtype = belief_dtype(x.dtype)
+    return dynamics(dtype)._asdict() | ({} if weights is None else weights(dtype))
 
 
 class ConfidenceGate(nn.Module):

@@ -1,0 +1,85 @@
+"""Parts around the step of `attend`: both forms agree with the layer's own functions in float64."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from forms import DEVICE, form
+
+from kalmix import steps
+from kalmix.layers import AdaptiveFilterAttention
+from kalmix.layers.parametrize import StateDynamics
+from kalmix.layers.robust_weights import RobustWeights, attend_parameters
+
+pytest.importorskip("triton")
+EXTREMES = torch.tensor([-80.0, -9.0, -1e-3, 0.0, 0.5, 9.0, 60.0])
+
+
+@pytest.fixture(autouse=True)
+def _without_gradients():
+    with torch.no_grad():
+        yield
+
+
+def spread(module):
+    """Set parameters of 7 heads to numbers between -80 and 60."""
+    for index, parameter in enumerate(module.parameters()):
+        values = EXTREMES.roll(index).clamp(-20, 20) if parameter.ndim == 2 else EXTREMES.roll(index)
+        parameter.copy_(values.view(-1, *[1] * (parameter.ndim - 1)).expand_as(parameter) + 0.01 * parameter)
+    return module.to(DEVICE)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("channels", "floor"), [(5, True), (1, False), (4, None)])
+def test_parameters_of_both_forms_agree_with_float64(channels, floor, dtype):
+    dynamics = spread(StateDynamics(7, channels, 10.0)).to(dtype)
+    weights = None if floor is None else spread(RobustWeights(7, nu=2.0, floor=floor)).to(dtype)
+    x = torch.ones(2, 1, 3, device=DEVICE, dtype=dtype)
+    wide = [None if module is None else copy.deepcopy(module).double() for module in (dynamics, weights)]
+    expected = attend_parameters(x.double(), *wide)
+    for name in ("eager", "triton"):
+        with form(name):
+            found = attend_parameters(x, dynamics, weights)
+        missing = {"floor"} if name == "triton" and floor is False else set()
+        assert set(found) - set(expected) == missing
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key].double(), value, rtol=1e-5, atol=1e-30, msg=f"{name} {key}")
+        assert not any(found[key].any() for key in missing)
+
+
+def test_parameters_that_need_gradients_are_computed_eagerly():
+    dynamics = StateDynamics(2, 4, 10.0).to(DEVICE)
+    x = torch.ones(2, 1, 3, device=DEVICE)
+    with torch.enable_grad(), form("triton"):
+        assert all(value.requires_grad for value in attend_parameters(x, dynamics, None).values())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"predict": None}, {"predict": "gate"}, {"confidence": True}, {"value_dynamics": True}]
+)
+def test_both_forms_of_a_layer_step_agree(options):
+    torch.manual_seed(0)
+    layer = AdaptiveFilterAttention(12, heads=2, head_dim=3, floor=True, **options).to(DEVICE)
+    layer.residual.copy_(torch.tensor([-1.0, 0.7]))
+    rows, results = torch.tensor([2, -1, 0], device=DEVICE), []
+    x = torch.randn(3, 4, 12, device=DEVICE)
+    for name in ("eager", "triton"):
+        pool = layer.state_pool(3, tokens=4)
+        with form(name):
+            results.append([layer.step(x[:, [i]], pool, steps.Slots(rows, rows)) for i in range(4)])
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_step_reads_the_present_parameters():
+    """A step stores nothing that depends on parameters."""
+    torch.manual_seed(0)
+    layer = AdaptiveFilterAttention(12, heads=2, head_dim=3).to(DEVICE)
+    x, row = torch.randn(1, 1, 12, device=DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    with form("triton"):
+        first = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
+        layer.dynamics.log_rate.add_(3.0)
+        second = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
+    assert not torch.equal(first, second)
