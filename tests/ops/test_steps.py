@@ -239,9 +239,11 @@ def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype)
     check_steps(step, alone, workload, bounds, pool=pool_of(signals, prior), same_bits=kernel == "triton")
 
 
-def test_a_long_history_is_read_by_several_programs():
-    """With windows of 300 tokens, a Triton program reads a part of the history."""
+@pytest.mark.parametrize("parts", [64, 2])
+def test_a_long_history_is_read_by_several_programs(parts, monkeypatch):
+    """A Triton program reads a part of the window of 300 tokens: one block of it, or several."""
     pytest.importorskip("triton")
+    monkeypatch.setattr("kalmix.ops._attend.triton.step.PARTS", parts)
     _, signals, _ = problem("attend-window", torch.float32)
     signals = replace_fields(signals, weighting=replace_fields(signals.weighting, window=300))
     one = {name: getattr(signals, name)[:2, :1] for name in ("q", "k", "v")}

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kalmix import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief, steps
 from kalmix.layers.fused import QueryKeyColumns, UnitNorm, convolve_qkv_step, short_convolution_step
+from kalmix.layers.fused.trajectory_step import RawDynamics, RawWeights, predict_step, step_parameters
 from kalmix.ops import ConjugateGradient, Dynamics, Fixed
 
 ROWS, SLOTS, HEADS = 2, 4, 4
@@ -101,6 +102,15 @@ def _convolution(dtype: torch.dtype) -> None:
         convolve_qkv_step(x, weight, None, pool, _slots(), "silu", columns, kernel="triton")
 
 
+def _trajectories(dtype: torch.dtype) -> None:
+    estimate, head = _signal(128).to(dtype), partial(_empty, HEADS, dtype=dtype)
+    raw = RawDynamics(*(head() for _ in range(5)), head(32))
+    for weights in (None, RawWeights(head(), head(), None), RawWeights(head(), head(), head())):
+        dynamics, _ = step_parameters(raw, weights, (1e-6, 1e-4, 1e-4), 64)
+    for predicts in (None, dynamics):
+        predict_step(estimate, estimate, head(), predicts)
+
+
 STEPS: dict[str, Callable[[torch.dtype], None]] = {
     "additive and delta": _memories,
     "diagonal": _cells,
@@ -108,4 +118,5 @@ STEPS: dict[str, Callable[[torch.dtype], None]] = {
     "dense": _beliefs,
     "attend": _histories,
     "short convolution": _convolution,
+    "trajectories": _trajectories,
 }

@@ -211,7 +211,7 @@ def step(
     sizes = matrix_sizes(keys, width)
     if sizes["KEYS"] == 128:
         sizes |= {"num_warps": WARPS, "VALUES": min(max(16, triton.next_power_of_2(width)), VALUES)}
-        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() else {}
+        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() and angle is None else {}
     Launch(step_belief, (batch, heads), (
         q, k, v, *noises, v if log_decay is None else log_decay, v if angle is None else angle, *pool, *slots,
         mean, mean if read_variance is None else read_variance,
