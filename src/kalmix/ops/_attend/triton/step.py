@@ -21,9 +21,10 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import log2, supports_ptx
 from kalmix.ops._shared.triton.step import contiguous_width, row_strides
 
-PARTS, TIMES = 64, 4096  # parts of a history at most; tokens of the first kernel's loop
-TILE, WARPS = 1024, 2  # elements of a tile of keys or values, and warps, of the second kernel
-REGISTERS = None  # registers of a thread of the second kernel
+PARTS = 32  # parts of a history at most: more of them start programs that find no tokens
+TIMES = 4096  # tokens of a tile of the first kernel
+TILE, WARPS = 1024, 4  # elements of a tile of keys or values, and warps, of the second kernel
+REGISTERS = 96  # registers of a thread of the second kernel: five programs at once on a multiprocessor
 SUMS = tl.constexpr(4)  # numbers of a program's result before its sums of values
 QUARTERS = tl.constexpr(0.6366197723675814)  # quarter turns of one radian
 ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2^52: adding it rounds a float64 number to an integer
@@ -368,7 +369,7 @@ def step(
         "SHARED": signals.value_dynamics is None, "RATIONAL": weighting.rational, "VARIANCE": variance,
         "BLOCK": block, "CHANNELS": padded, "COLUMNS": columns, "PTX": supports_ptx() and dtype == torch.float32,
     }  # fmt: skip
-    limit = {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() else {}
+    limit = {"maxnreg": REGISTERS} if options["PTX"] and block * columns <= TILE else {}
     tokens = min(TIMES, triton.next_power_of_2(size))
     Launch(place_tokens, (batch,), (
         pool.times, pool.positions, slots.read, now if given is None else given, now, place, *strides[2:],

@@ -16,12 +16,9 @@ from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import prefetch, supports_ptx
 from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
 
-STRIP, WARPS = 16, 8  # columns of a strip of a covariance; warps of a program at 128 keys
-VALUES, REGISTERS = 64, 128
-PREFETCH = True
+WARPS = 4  # of a program at 128 keys without rotations: a thread adds more columns before threads exchange sums
 NONE, SCALAR, VECTOR = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
@@ -105,7 +102,6 @@ def step_belief(
     decay_row, decay_head, angle_row, angle_head, mean_slot, covariance_slot, heads, group,
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
     VALUES: tl.constexpr, RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr, VARIANCE: tl.constexpr,
-    LINES: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     """Predict the belief of a row and head, update it in Joseph form as `joseph_update` does, and read it."""
     dtype: tl.constexpr = covariances.dtype.element_ty
@@ -127,8 +123,6 @@ def step_belief(
 
     at = covariances + source * covariance_slot + head * K * K
     to = covariances + target * covariance_slot + head * K * K
-    if active:
-        prefetch(means + source * mean_slot + head * K * V, K * V, LINES, PTX)
     if BLOCKS == 1:
         others = column_indices(0, COLUMNS, STRIP)
         across = load_transition(log_decay, angle, others, active, dtype, K, RATES, DECAY, ROTATES)
@@ -209,9 +203,8 @@ def step(
     if variance and read_variance is None:
         read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.mean.dtype, device=v.device)
     sizes = matrix_sizes(keys, width)
-    if sizes["KEYS"] == 128:
-        sizes |= {"num_warps": WARPS, "VALUES": min(max(16, triton.next_power_of_2(width)), VALUES)}
-        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() and angle is None else {}
+    if sizes["KEYS"] == 128 and angle is None and pool.mean.dtype == torch.float32:
+        sizes["num_warps"] = WARPS
     Launch(step_belief, (batch, heads), (
         q, k, v, *noises, v if log_decay is None else log_decay, v if angle is None else angle, *pool, *slots,
         mean, mean if read_variance is None else read_variance,
@@ -220,7 +213,6 @@ def step(
     ), {
         "K": keys, "V": width, "DECAY": 0 if log_decay is None else log_decay.ndim - 2, "ROTATES": angle is not None,
         "RATES": log_decay.shape[3] if log_decay is not None and log_decay.ndim == 4 else 1, "VARIANCE": variance,
-        **sizes, "STRIP": STRIP,
-        "LINES": triton.next_power_of_2(triton.cdiv(keys * width, 32)), "PTX": PREFETCH and supports_ptx(),
+        **sizes,
     }).run()  # fmt: skip
     return mean, read_variance if variance else None

@@ -17,12 +17,10 @@ from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import MIN_NORM, Adaptive, Chebyshev, ConjugateGradient, Ridge
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
-from kalmix.ops._shared.triton.ptx import prefetch, supports_ptx
+from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
 
-STRIP, WARPS = 16, 8  # columns of a strip of a gram; warps of a program at 128 keys
-VALUES, REGISTERS = 128, 128
-PREFETCH = True
+REGISTERS = 128  # registers of a thread at 128 keys: two programs at once on a multiprocessor
 
 
 @triton.jit
@@ -118,7 +116,7 @@ def step_sums(
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
     VALUES: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, MIXES: tl.constexpr, VARIANCE: tl.constexpr,
     ADAPTIVE: tl.constexpr, RIDGE: tl.constexpr, CHEBYSHEV: tl.constexpr, ITERATIONS: tl.constexpr,
-    EPS: tl.constexpr, SMALLEST: tl.constexpr, LINES: tl.constexpr, PTX: tl.constexpr,
+    EPS: tl.constexpr, SMALLEST: tl.constexpr,
 ):  # fmt: skip
     """Update the sums of a row and head, solve for its query, and read."""
     dtype = grams.dtype.element_ty
@@ -142,8 +140,6 @@ def step_sums(
     at = grams + source * gram_slot + head * K * K
     to = grams + target * gram_slot + head * K * K
     tile = load_gram(at, k, key, decay, weight, 0, active, K, COLUMNS, STRIP)
-    if active:
-        prefetch(crosses + source * cross_slot + head * K * V, K * V, LINES, PTX)
     if BLOCKS == 1:  # stored early, so that other memory traffic is under way during the iterations
         _, in_strips, in_gram = place_gram(0, KEYS, K, COLUMNS, STRIP)
         tl.debug_barrier()  # every warp has read the old gram
@@ -217,9 +213,8 @@ def step(
     if variance and read_variance is None:
         read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.gram.dtype, device=v.device)
     adaptive, sizes = isinstance(ridge, Adaptive), matrix_sizes(keys, width)
-    if sizes["KEYS"] == 128:
-        sizes |= {"num_warps": WARPS, "VALUES": min(max(16, triton.next_power_of_2(width)), VALUES)}
-        sizes |= {"maxnreg": REGISTERS} if REGISTERS and supports_ptx() else {}
+    if sizes["KEYS"] == 128 and pool.gram.dtype == torch.float32 and supports_ptx():
+        sizes["maxnreg"] = REGISTERS
     Launch(step_sums, (batch, heads), (
         q, k, v, *(v if x is None else x for x in factors), *pool, *slots,
         mean, mean if read_variance is None else read_variance,
@@ -230,7 +225,6 @@ def step(
         **dict(zip(("DECAYS", "GAINS", "MIXES"), (x is not None for x in factors), strict=True)),
         "RIDGE": float(ridge.factor if isinstance(ridge, Adaptive) else ridge.value),
         "CHEBYSHEV": isinstance(solver, Chebyshev), "ITERATIONS": solver.iterations,
-        "EPS": torch.finfo(pool.gram.dtype).eps, "SMALLEST": MIN_NORM, **sizes, "STRIP": STRIP,
-        "LINES": triton.next_power_of_2(triton.cdiv(keys * width, 32)), "PTX": PREFETCH and supports_ptx(),
+        "EPS": torch.finfo(pool.gram.dtype).eps, "SMALLEST": MIN_NORM, **sizes,
     }).run()  # fmt: skip
     return mean, read_variance if variance else None

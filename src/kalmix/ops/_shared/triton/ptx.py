@@ -61,14 +61,3 @@ def round_like(x, like, PTX: tl.constexpr):
     else:
         nearest = x.to(like.dtype).to(tl.float32)
     return nearest
-
-
-@triton.jit
-def prefetch(base, size, LINES: tl.constexpr, PTX: tl.constexpr):
-    """Start to move `size` contiguous numbers to the L2 cache, 32 per line of a thread."""
-    if PTX:
-        offset = tl.minimum(tl.arange(0, LINES) * 32, size - 1)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [(base + offset).to(tl.int64)],
-            dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
