@@ -211,10 +211,8 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """
         dtype = belief_dtype(q.dtype)
         q, k = (l2_normalize(q), l2_normalize(k)) if self.normalize else (q, k)
-        if parameters is None:
-            parameters = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
-        arguments: dict[str, Any] = {"weight": self.weight, "window": self.window, "kernel": self.kernel}
-        arguments |= parameters | options
+        arguments: dict[str, Any] = {"weight": self.weight, "window": self.window, "kernel": self.kernel} | options
+        arguments |= self.dynamics(dtype)._asdict() | self.robust_weights(dtype) if parameters is None else parameters
         for _ in range(self.iterations - 1):
             key_history = None if belief is None else replace_fields(belief, values=belief.keys)
             if "slots" in options:  # store the token once, in the last iteration

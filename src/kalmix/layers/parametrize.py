@@ -276,8 +276,8 @@ class StateDynamics(nn.Module):
         """Return the learned parameters; `None` if no channel rotates or a head has several noises of one kind."""
         if self.frequency is None or self.key_noise.ndim > 1:
             return None
-        noises = (self.get_parameter(name) for name in STATE_VARIANCES)
-        return RawDynamics(self.log_rate, self.log_step, *noises, self.frequency)
+        process, key, query = (self.get_parameter(name) for name in STATE_VARIANCES)
+        return RawDynamics(self.log_rate, self.log_step, process, key, query, self.frequency)
 
     def forward(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics of all heads, in the dtype of beliefs."""

@@ -33,7 +33,8 @@ def matrix_sizes(keys: int, width: int) -> dict[str, int]:
     """Return tile sizes and warps of a program that holds K x K matrices; they must not depend on the batch.
 
     Up to 128 keys a matrix is in registers. Above, it is read in blocks of `COLUMNS` columns. Columns are in strips of
-    `STRIP`, so that few threads hold a row and exchange its sums. The K x V matrix is read in blocks of `VALUES` columns.
+    `STRIP`, so that few threads hold a row and exchange its sums. The K x V matrix is read in blocks of `VALUES`
+    columns.
     """
     padded = max(16, triton.next_power_of_2(keys))
     return {
