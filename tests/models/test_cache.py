@@ -1,5 +1,6 @@
 """What a cache holds: constant for recurrent layers, and the past only on request."""
 
+import warnings
 import weakref
 
 import pytest
@@ -10,6 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from kalmix import ArgumentError
 from kalmix.layers import MIXERS
 from kalmix.models import restore, snapshot
+from kalmix.models.cache_names import CACHE_FIELD
 
 from .conftest import DESIGN, build, tokens
 
@@ -43,6 +45,29 @@ def test_cache_holds_only_states():
             assert short == long == after_next, name
         assert after_next <= 1.1 * long, name
         assert long < 1.3 * stored + 2 * 8 * 3 * 64, name  # positions, times, and inputs of a convolution
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("base", [False, True])
+def test_the_cache_has_the_names_of_all_versions_of_transformers(name, base):
+    """In calls and in outputs, without the warning of transformers 5.24."""
+    model, ids = build("hybrid"), tokens(1, 8)
+    model = model.model if base else model
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first = model(ids[:, :5])
+        output = model(ids[:, 5:], **{name: first.cache})
+    assert first.cache is first.past_key_values is output.cache is output.past_key_values
+    assert output.cache.get_seq_length() == 8 and isinstance(first[CACHE_FIELD], DynamicCache)
+    torch.testing.assert_close(output[0], model(ids)[0][:, 5:])
+
+
+def test_two_caches_in_one_call_are_refused():
+    model, ids = build("kla"), tokens(1, 4)
+    cache = model(ids).cache
+    with pytest.raises(ArgumentError, match="`cache` and `past_key_values` are both given"):
+        model(ids, cache=cache, past_key_values=cache)
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ def gpt():
         ("inputs_embeds", {"input_ids": None, "inputs_embeds": torch.ones(2, 6, 16, dtype=torch.int64)}),
         ("x", {"input_ids": None, "inputs_embeds": torch.randn(2, 6, 16, dtype=torch.float64)}),
         ("past_key_values", {"past_key_values": ((IDS, IDS),)}),
+        ("cache", {"cache": ((IDS, IDS),)}),
         ("position_ids", {"position_ids": [0, 1]}),
         ("labels", {"labels": IDS[:, :3]}),
         ("labels", {"labels": IDS.float()}),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -22,23 +21,23 @@ from kalmix.distributed.context import check_no_other_sequence_parallelism
 from kalmix.distributed.sharding import DYNAMICS, keep_float32, shard_dynamics
 from kalmix.errors import ArgumentError
 from kalmix.layers import Attention
-from kalmix.layers.base import Mixer
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
+from kalmix.models.cache_names import CACHE_FIELD, CacheNames, given_cache
 from kalmix.models.checkpointed_block import KalmixBlock
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
 from kalmix.models.parallel_styles import fsdp_mesh, whole_weights
 from kalmix.models.prefill import prefill_bounds
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
-from kalmix.models.stack import BlockStack
+from kalmix.models.stack import BlockStack, attention_maps
 from kalmix.types import Filtered, replace_fields
 from kalmix.validation import FLOATS, check_dtype_and_device, check_shape
 
 
 @dataclass
-class KalmixModelOutput(BaseModelOutputWithPast):
+class KalmixModelOutput(CacheNames, BaseModelOutputWithPast):
     """Output of `KalmixModel`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
 
     Fields are not checked here. `last_hidden_state` is always there; another field is `None` unless a call requests it,
@@ -46,7 +45,8 @@ class KalmixModelOutput(BaseModelOutputWithPast):
 
     Attributes:
         last_hidden_state: `[B, T, D]`, after the final norm, in the dtype of the model.
-        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode).
+        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode). Also
+            `cache`, its name from transformers 5.24 on.
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then `last_hidden_state`
             (`output_hidden_states=True`).
         attentions: L tensors `[B, M, T, T]` in the dtype of the model, the `Mixer.attention_map` of each layer with its
@@ -84,7 +84,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KalmixBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _checked_float32 = False
@@ -259,6 +259,7 @@ class KalmixModel(KalmixPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         tokens_to_keep: int = 0,
+        cache: Cache | None = None,
         **kwargs: Any,
     ) -> KalmixModelOutput:
         """Compute hidden states.
@@ -282,6 +283,7 @@ class KalmixModel(KalmixPreTrainedModel):
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
             tokens_to_keep: return `last_hidden_state` of the last so many tokens; 0 for all.
+            cache: another name of `past_key_values`, which transformers uses from 5.24 on; give one of the two.
             kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
@@ -301,12 +303,10 @@ class KalmixModel(KalmixPreTrainedModel):
         given = _check_input(input_ids, inputs_embeds, self.config.hidden_size)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        if past_key_values is None and use_cache:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None and not isinstance(past_key_values, Cache):
-            got = f"a {type(past_key_values).__name__}"
-            raise ArgumentError("past_key_values", got=got, expected="a cache, as in the output of an earlier call")
-        cache_layers = belief_layers(past_key_values, len(self.layers))
+        cache = given_cache(past_key_values, cache)
+        if cache is None and use_cache:
+            cache = DynamicCache(config=self.config)
+        cache_layers = belief_layers(cache, len(self.layers))
         has_past = len(cache_layers) > 0 and cache_layers[0].is_initialized
         layout = find_layout(
             *given.shape[:2],
@@ -348,12 +348,12 @@ class KalmixModel(KalmixPreTrainedModel):
             last_hidden_state = last_hidden_state[:, -tokens_to_keep:]
         return KalmixModelOutput(
             last_hidden_state=last_hidden_state,
-            past_key_values=past_key_values,
             hidden_states=hidden_states if output_hidden_states else None,
-            attentions=_attention_maps(self.layers.mixers, output.mixer_inputs) if output_attentions else None,
+            attentions=attention_maps(self.layers.mixers, output.mixer_inputs) if output_attentions else None,
             beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
             posterior=output.posterior,
             layout=layout if output_layout else None,
+            **{CACHE_FIELD: cache},
         )
 
     def _embed(self, x: Tensor) -> Tensor:
@@ -375,22 +375,6 @@ def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: 
         check_shape("inputs_embeds", given, "B T D", {"D": width})
         check_dtype_and_device("inputs_embeds", given, FLOATS, given.device)
     return given
-
-
-def _attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """Return the attention map of each mixer, in the dtype of its input.
-
-    Raises:
-        ArgumentError: a mixer has none.
-    """
-    maps = []
-    for mixer, x in zip(mixers, inputs, strict=True):
-        attention_map = mixer.attention_map(x)
-        if attention_map is None:
-            problem = f"is set, but {type(mixer).__name__} has no attention map"
-            raise ArgumentError("output_attentions", problem=problem, expected="layers linear in their values")
-        maps.append(attention_map.to(x.dtype))
-    return tuple(maps)
 
 
 def _restore_belief(layout: InputLayout, belief: Filtered) -> Filtered:

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kalmix.errors import ArgumentError
+from kalmix.models.cache_names import CACHE_FIELD, NAMES
 from kalmix.models.static_cache import StaticBeliefLayer
 from kalmix.validation import can_check_values
 
@@ -140,7 +141,7 @@ class CapturedStep:
             self.captures += 1
         self._graph.replay()
         self.replays += 1
-        return type(self._output)(**{**self._output, "past_key_values": cache})
+        return type(self._output)(**{**self._output, CACHE_FIELD: cache})
 
 
 @contextmanager
@@ -225,9 +226,10 @@ def refusal(model: Any) -> str | None:
 
 def _step_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of `CapturedStep.__call__`; `None` if a call is not a plain decoding step."""
-    ids, cache = given.get("input_ids"), given.get("past_key_values")
-    if not isinstance(ids, Tensor) or ids.shape[1] != 1 or not isinstance(cache, Cache):
+    ids, caches = given.get("input_ids"), [x for name in NAMES if (x := given.get(name)) is not None]
+    if not isinstance(ids, Tensor) or ids.shape[1] != 1 or len(caches) != 1 or not isinstance(caches[0], Cache):
         return None
+    cache: Any = caches[0]
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if ids.is_cuda and can_check_values(ids):  # inside `kalmix.checks()`

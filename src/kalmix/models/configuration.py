@@ -125,7 +125,7 @@ class KalmixConfig(PreTrainedConfig):
 
     model_type = "kalmix"
     base_model_tp_plan = {"embed_tokens": HEADS, "layers.*.mixer": HEADS}  # noqa: RUF012
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "beliefs"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "beliefs"]
 
     vocab_size: int = 32768
     hidden_size: int = 512

@@ -216,3 +216,19 @@ class BlockStack(nn.ModuleList):
             `[S, B, T, D]`, residual stream after the last block.
         """
         return self.last_block.finish(posterior.residual, readout, posterior.context)
+
+
+def attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the attention map of each mixer, in the dtype of its input.
+
+    Raises:
+        ArgumentError: a mixer has none.
+    """
+    maps = []
+    for mixer, x in zip(mixers, inputs, strict=True):
+        attention_map = mixer.attention_map(x)
+        if attention_map is None:
+            problem = f"is set, but {type(mixer).__name__} has no attention map"
+            raise ArgumentError("output_attentions", problem=problem, expected="layers linear in their values")
+        maps.append(attention_map.to(x.dtype))
+    return tuple(maps)
