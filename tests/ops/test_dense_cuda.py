@@ -6,7 +6,6 @@ Without a Hopper GPU, only selection, arguments and compilation are tested.
 import inspect
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +17,10 @@ from test_dense_triton import HALF, LONG_SPANS, arguments, check
 from kalmix.errors import KernelError
 from kalmix.ops import OPS
 from kalmix.ops._dense import custom_op as fused
-from kalmix.ops._dense.cuda import compile as cuda
+from kalmix.ops._dense.cuda import FOLDER
 from kalmix.ops._dense.triton import backward as triton_backward
 from kalmix.ops._dense.triton import forward as triton
+from kalmix.ops._shared import cuda
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
 
@@ -31,7 +31,7 @@ OPTIONS = {"TILE": 16, "CHUNK": 64, "PACKED": 1, "SAVE": 1, "VARIANCE": 1, "PAIR
 
 @pytest.mark.parametrize(("name", "triton_kernel"), KERNEL_PAIRS)
 def test_cuda_and_triton_kernels_have_the_same_arguments(name, triton_kernel):
-    source = (Path(cuda.__file__).parent / f"{name}.cu").read_text()
+    source = (FOLDER / f"{name}.cu").read_text()
     signature = re.search(rf"\b{name}\((.*?)\) {{", source, re.DOTALL).group(1)
     names = [re.split(r"[ *]+", parameter.strip())[-1] for parameter in signature.split(",")]
     parameters = inspect.signature(triton_kernel.fn).parameters.values()
@@ -131,16 +131,16 @@ def test_each_kernel_launches_its_own_sequential_kernels(monkeypatch, row):
 def test_machine_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
     compiled = []
 
-    def compile_source(nvrtc, name, options, architecture):
-        compiled.append((name, options))
-        return f"{name} {options}".encode()
+    def compile_source(nvrtc, source, options, architecture):
+        compiled.append((source, options))
+        return f"{source.name} {options}".encode()
 
     monkeypatch.setattr(cuda, "compile_source", compile_source)
     monkeypatch.setattr("triton.knobs.cache.dir", str(tmp_path))
-    narrow, wide = (("K", 40),), (("K", 128),)
+    source, narrow, wide = FOLDER / "forward.cu", (("K", 40),), (("K", 128),)
     for options in (narrow, wide, narrow, wide):
-        assert cuda.load_machine_code(None, "forward", options, "sm_90a") == f"forward {options}".encode()
-    assert compiled == [("forward", narrow), ("forward", wide)]
+        assert cuda.load_machine_code(None, source, options, "sm_90a") == f"forward.cu {options}".encode()
+    assert compiled == [(source, narrow), (source, wide)]
 
 
 @pytest.mark.skipif(cuda.nvrtc_library() is None, reason="torch comes without NVRTC here")
@@ -148,7 +148,8 @@ def test_machine_code_is_compiled_once_for_all_processes(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("K", "P", "DECAY"), [(40, 64, 2), (128, 128, 1)])
 def test_cuda_source_compiles(name, K, P, DECAY):
     options = {**OPTIONS, "K": K, "P": P, "DECAY": DECAY}
-    assert cuda.compile_source(cuda.nvrtc_library(), name, tuple(options.items()), "sm_90a").startswith(b"\x7fELF")
+    code = cuda.compile_source(cuda.nvrtc_library(), FOLDER / f"{name}.cu", tuple(options.items()), "sm_90a")
+    assert code.startswith(b"\x7fELF")
 
 
 @pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))

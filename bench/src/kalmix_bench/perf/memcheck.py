@@ -30,7 +30,7 @@ from triton.runtime.jit import JITFunction
 
 from kalmix import ops
 from kalmix.ops import OPS
-from kalmix.ops._dense.cuda.compile import CudaKernel
+from kalmix.ops._shared.cuda import CudaKernel
 from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import differentiable

@@ -10,7 +10,7 @@ The op checks arguments before the call. `belief` is never `None`; its tensors m
 from functools import partial
 
 from kalmix.ops._dense import chunked, custom_op, reference
-from kalmix.ops._dense.cuda.compile import unsupported_gpu
+from kalmix.ops._shared.cuda import unsupported_gpu
 from kalmix.ops._shared.gpu import unsupported_blackwell
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import FLOAT32_STATE_DTYPES

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE, padded_width
-from kalmix.ops._dense.cuda.compile import cuda_kernel
+from kalmix.ops._dense.cuda import cuda_kernel
 from kalmix.ops._dense.triton import scalar_decay, vector_decay
 from kalmix.ops._dense.triton.primitives import (
     UNSPECIALIZED_ARGUMENTS,

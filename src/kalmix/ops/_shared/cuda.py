@@ -1,9 +1,7 @@
-"""Compilation and launch of the sequential kernels of `dense` in CUDA C++, for Hopper GPUs.
+"""Compilation and launch of kernels in CUDA C++, for Hopper GPUs.
 
-Code is compiled at first use by the NVRTC library that torch includes. The kernels are chains of small products, each
-of which needs the result of the last. Triton moves results between register layouts through shared memory;
-`fragments.cuh` uses one layout for results and inputs, and overlaps tensor cores with other work. The kernels that
-process tiles in parallel are Triton's.
+The NVRTC library that torch includes compiles the code at first use. A folder holds the kernels of an op, one per file,
+and their headers.
 """
 
 from __future__ import annotations
@@ -22,8 +20,6 @@ from torch import Tensor
 from kalmix.ops._shared.gpu import constant_in_graphs
 
 HOPPER = (9, 0)
-_HERE = Path(__file__).parent
-_HEADER = "fragments.cuh"
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Options = tuple[tuple[str, int], ...]
@@ -56,25 +52,25 @@ class CudaKernel:
         RuntimeError: the code does not compile, or the driver rejects it.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, source: Path) -> None:
+        self.source, self.name = source, source.stem
 
     def warmup(self, *arguments: Tensor | int, grid: tuple[int, ...], **options: int) -> None:
         """Start compilation in the background."""
-        _compile_async(self.name, tuple(options.items()))
+        _compile_async(self.source, tuple(options.items()))
 
     def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
         return partial(self._run, grid)
 
     def _run(self, grid: tuple[int, int], *arguments: Tensor | int, **options: int) -> None:
-        kernel, threads, shared = _load_kernel(self.name, tuple(options.items()), torch.cuda.current_device())
+        kernel, threads, shared = _load_kernel(self.source, tuple(options.items()), torch.cuda.current_device())
         values = [ctypes.c_int64(x.data_ptr() if isinstance(x, Tensor) else x) for x in arguments]
         addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         _check(nvrtc_library().cuLaunchKernel(kernel, *grid, 1, threads, 1, 1, shared, stream, addresses, None))
 
 
-cuda_kernel = cache(CudaKernel)
+kernel_of_file = cache(CudaKernel)
 
 
 @cache
@@ -86,17 +82,19 @@ def nvrtc_library() -> Any:
         return None
 
 
-def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
-    """Compile `name`.cu to machine code, with options as macros.
+def compile_source(nvrtc: Any, source: Path, options: Options, architecture: str) -> bytes:
+    """Compile a kernel to machine code, with options as macros.
 
     Raises:
         RuntimeError: the code does not compile; the message is the compiler's log.
     """
-    source, header = ((_HERE / file).read_bytes() for file in (f"{name}.cu", _HEADER))
+    headers = _headers(source)
     flags = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={int(value)}" for key, value in options)]
     program = ctypes.c_void_p()
-    headers, names = (ctypes.c_char_p * 1)(header), (ctypes.c_char_p * 1)(_HEADER.encode())
-    nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, f"{name}.cu".encode(), 1, headers, names)
+    strings = ctypes.c_char_p * len(headers)
+    texts, names = strings(*(x.read_bytes() for x in headers)), strings(*(x.name.encode() for x in headers))
+    code, name = source.read_bytes(), source.name.encode()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), code, name, len(headers), texts, names)
     failed = nvrtc.nvrtcCompileProgram(program, len(flags), (ctypes.c_char_p * len(flags))(*map(str.encode, flags)))
     if failed:
         raise RuntimeError(_read_bytes(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program).decode())
@@ -105,19 +103,24 @@ def compile_source(nvrtc: Any, name: str, options: Options, architecture: str) -
     return code
 
 
-def load_machine_code(nvrtc: Any, name: str, options: Options, architecture: str) -> bytes:
-    """Return the machine code of `name`.cu, from Triton's cache folder if it was compiled before."""
+def load_machine_code(nvrtc: Any, source: Path, options: Options, architecture: str) -> bytes:
+    """Return the machine code of a kernel, from Triton's cache folder if it was compiled before."""
     from triton.runtime.cache import get_cache_manager
 
-    sources = [(_HERE / file).read_text() for file in (f"{name}.cu", _HEADER)]
+    sources = [file.read_text() for file in (source, *_headers(source))]
     inputs = repr((sources, options, architecture, torch.__version__, torch.version.cuda))
-    folder, file = get_cache_manager(hashlib.sha256(inputs.encode()).hexdigest()), f"{name}.cubin"
+    folder, file = get_cache_manager(hashlib.sha256(inputs.encode()).hexdigest()), f"{source.stem}.cubin"
     path = folder.get_file(file)
     if path is not None:
         return Path(path).read_bytes()
-    code = compile_source(nvrtc, name, options, architecture)
+    code = compile_source(nvrtc, source, options, architecture)
     folder.put(code, file)
     return code
+
+
+def _headers(source: Path) -> list[Path]:
+    """Return the headers in the folder of a kernel."""
+    return sorted(source.parent.glob("*.cuh"))
 
 
 def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
@@ -130,23 +133,23 @@ def _read_bytes(get_size: Any, write: Any, program: ctypes.c_void_p) -> bytes:
 
 
 @cache
-def _compile_async(name: str, options: Options) -> Future[bytes]:
+def _compile_async(source: Path, options: Options) -> Future[bytes]:
     """Run `load_machine_code` in a thread."""
     architecture = "sm_{}{}a".format(*HOPPER)  # sm_90a: Hopper with wgmma
-    return ThreadPoolExecutor(1, name).submit(load_machine_code, nvrtc_library(), name, options, architecture)
+    return ThreadPoolExecutor(1, source.stem).submit(load_machine_code, nvrtc_library(), source, options, architecture)
 
 
 @cache
-def _load_kernel(name: str, options: Options, device: int) -> tuple[ctypes.c_void_p, int, int]:
+def _load_kernel(source: Path, options: Options, device: int) -> tuple[ctypes.c_void_p, int, int]:
     """Return the kernel on the current device `device`, its number of threads and its bytes of shared memory.
 
     It is loaded in the thread that launches it: compute-sanitizer hung while another thread loaded a module.
     """
     driver, module, kernel, address = nvrtc_library(), ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_uint64()
-    code = _compile_async(name, options).result()
+    code = _compile_async(source, options).result()
     torch.cuda.current_stream().query()  # makes torch's context current for the driver
     _check(driver.cuModuleLoadData(ctypes.byref(module), code))
-    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, name.encode()))
+    _check(driver.cuModuleGetFunction(ctypes.byref(kernel), module, source.stem.encode()))
     requirements = (ctypes.c_int * 2)()
     _check(driver.cuModuleGetGlobal_v2(ctypes.byref(address), None, module, b"REQUIREMENTS"))
     _check(driver.cuMemcpyDtoH_v2(requirements, address, ctypes.sizeof(requirements)))
@@ -158,4 +161,4 @@ def _load_kernel(name: str, options: Options, device: int) -> tuple[ctypes.c_voi
 def _check(status: int) -> None:
     """Raise `RuntimeError` if a driver call failed."""
     if status:
-        raise RuntimeError(f"the CUDA driver rejected a kernel of `dense` with error {status}")
+        raise RuntimeError(f"the CUDA driver rejected a kernel with error {status}")
