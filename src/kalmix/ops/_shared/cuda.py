@@ -89,7 +89,9 @@ def compile_source(nvrtc: Any, source: Path, options: Options, architecture: str
         RuntimeError: the code does not compile; the message is the compiler's log.
     """
     headers = _headers(source)
-    flags = [f"--gpu-architecture={architecture}", "--std=c++17", *(f"-D{key}={int(value)}" for key, value in options)]
+    defines = (f"-D{key}={int(value)}" for key, value in options)
+    # NVRTC takes generic lambdas for functions of the host, unless the device is the default.
+    flags = [f"--gpu-architecture={architecture}", "--std=c++17", "--device-as-default-execution-space", *defines]
     program = ctypes.c_void_p()
     strings = ctypes.c_char_p * len(headers)
     texts, names = strings(*(x.read_bytes() for x in headers)), strings(*(x.name.encode() for x in headers))
