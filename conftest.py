@@ -48,6 +48,22 @@ def kalmix(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Set the compute capability of the GPU, whether PyTorch is built for CUDA, and whether it brings NVRTC."""
+    from kalmix.ops._shared import cuda
+
+    def set_to(capability: tuple[int, int] = cuda.HOPPER, version: str | None = "12.8", nvrtc: bool = True) -> None:
+        cuda._unsupported.cache_clear()
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        monkeypatch.setattr(torch.version, "cuda", version)
+        monkeypatch.setattr(cuda, "nvrtc_library", lambda: object() if nvrtc else None)
+
+    yield set_to
+    cuda._unsupported.cache_clear()
+
+
+@pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Callable[..., Disk]]:
     """Make folders in which space runs out."""
     disks: list[Disk] = []

@@ -38,21 +38,6 @@ def test_cuda_and_triton_kernels_have_the_same_arguments(name, triton_kernel):
     assert names == [parameter.name for parameter in parameters if parameter.annotation == inspect.Parameter.empty]
 
 
-@pytest.fixture
-def fake_gpu(monkeypatch):
-    """Set the compute capability of the GPU, whether PyTorch is built for CUDA, and whether it brings NVRTC."""
-
-    def set_to(capability=cuda.HOPPER, version="12.8", nvrtc=True):
-        cuda._unsupported.cache_clear()
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
-        monkeypatch.setattr(torch.version, "cuda", version)
-        monkeypatch.setattr(cuda, "nvrtc_library", lambda: object() if nvrtc else None)
-
-    yield set_to
-    cuda._unsupported.cache_clear()
-
-
 def kernel_request(width, features=frozenset(), dtype=torch.float32):
     return KernelRequest("cuda", dtype, width, 16, 512, features)
 
