@@ -47,10 +47,10 @@ def answer(function, inputs, segments, variance):
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, weights))
 
 
-def check(inputs, segments=None, variance=True):
+def check(inputs, segments=None, variance=True, run=fused.diagonal):
     """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(fused.diagonal, inputs, segments, variance)
+    got = answer(run, inputs, segments, variance)
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(reference.diagonal, exact, segments, variance)
     allowed = budgets(
@@ -171,5 +171,5 @@ def test_op_passes_opcheck_on_this_device():
     leaves = [x.requires_grad_() for x in inputs.values()]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
-    for last in ((None, True, True), (runs, False, False)):  # rows, variance, store
+    for last in ((None, True, True, False), (runs, False, False, False)):  # rows, variance, store, cuda
         torch.library.opcheck(torch.ops.kalmix.diagonal_triton.default, (*leaves, *last), test_utils=checks)

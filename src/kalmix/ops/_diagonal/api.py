@@ -62,7 +62,7 @@ def diagonal(
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
-        kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
+        kernel: "cuda", "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
         `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief
@@ -83,7 +83,7 @@ def diagonal(
     describes its reach.
 
     Complexity: O(T K V) time. Training stores O(T (K + V) + T K V / 16) numbers in "chunked", O(T (K + V) + T K V / 32)
-    in "triton" and O(T K V) in "reference".
+    in "cuda" and "triton", and O(T K V) in "reference".
 
     Example:
         >>> from kalmix import ops

@@ -1,4 +1,4 @@
-"""Triton kernel of `diagonal` as a custom op; the kernels are imported in the first call."""
+"""Kernels "cuda" and "triton" of `diagonal` as a custom op; Triton is imported in the first call."""
 
 from __future__ import annotations
 
@@ -16,11 +16,25 @@ from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 
 
-def diagonal(signals: DiagonalSignals, belief: DiagonalBelief, segments: Segments | None, variance: bool) -> Filtered:
-    """Compute `kalmix.ops.diagonal` in Triton. The backward pass stores a belief every 32 tokens and no other state."""
+def diagonal(
+    signals: DiagonalSignals,
+    belief: DiagonalBelief,
+    segments: Segments | None,
+    variance: bool,
+    cuda: bool = False,
+) -> Filtered:
+    """Compute `kalmix.ops.diagonal` on a GPU. The backward pass stores a belief every 32 tokens and no other state.
+
+    Args:
+        signals: signals of the tokens.
+        belief: prior.
+        segments: assignment of tokens to sequences, or `None`.
+        variance: whether to return the variance of the read-out.
+        cuda: filter and differentiate the tokens of tiles in CUDA C++ instead of Triton.
+    """
     tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
-    mean, var, final_mean, final_var, _ = _filter(*tensors, rows, variance, needs_grad(*tensors))
+    mean, var, final_mean, final_var, _ = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda)
     return Filtered(mean, var if variance else None, DiagonalBelief(final_mean, final_var))
 
 
@@ -31,7 +45,7 @@ def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tup
     return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 
 
-def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store):
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shapes = (v.shape if variance else (0,), mean.shape, var.shape, _stored_shape(q, v, rows, store))
     return read_mean, *(torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
@@ -49,19 +63,20 @@ def _forward(
     rows: Tensor | None,
     variance: bool,
     store: bool,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
 
     segments = None if rows is None else segments_without_checks(rows)
     stored = torch.empty(_stored_shape(q, v, rows, store), dtype=torch.float32, device=v.device)
-    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, stored), stored
+    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, stored, cuda), stored
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, _, _, rows, variance, store = inputs
+    *signals, _, _, rows, variance, store, cuda = inputs
     read_mean, read_var, *final, stored = _forward(*inputs)
-    arguments: tuple[Any, ...] = (*signals, stored, rows, read_mean, read_var if variance else None, *final)
+    arguments: tuple[Any, ...] = (*signals, stored, rows, read_mean, read_var if variance else None, *final, cuda)
     if store:
         _backward(*arguments)
 
@@ -79,12 +94,13 @@ def _backward(
     grad_var: Tensor | None,
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward
 
     segments = None if rows is None else segments_without_checks(rows)
     grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
-    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads)
+    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda)
 
 
 _filter = register_filter_op(
@@ -93,5 +109,5 @@ _filter = register_filter_op(
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,
-    kernel="kernel 'triton' of `diagonal`",
+    kernel="kernels 'cuda' and 'triton' of `diagonal`",
 )

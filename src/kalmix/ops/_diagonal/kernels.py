@@ -7,11 +7,25 @@ Each module exports the same function, and none imports another:
 The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 
+from functools import partial
+
 from kalmix.ops._diagonal import chunked, custom_op, reference
+from kalmix.ops._shared.cuda import unsupported_gpu
 from kalmix.ops._shared.kernel import TRANSFORMS, Kernel
 from kalmix.validation import FLOAT32_STATE_DTYPES
 
 KERNELS = (
+    Kernel(
+        "cuda",  # "triton" with the kernels of the tokens inside tiles in CUDA C++
+        partial(custom_op.diagonal, cuda=True),
+        devices=("cuda",),
+        dtypes=FLOAT32_STATE_DTYPES,
+        min_key_width=9,
+        max_key_width=128,
+        triton=True,
+        unsupported_gpu=unsupported_gpu,
+        interpreted=False,
+    ),
     Kernel(
         "triton", custom_op.diagonal, devices=("cuda",), dtypes=FLOAT32_STATE_DTYPES, max_key_width=128, triton=True
     ),

@@ -22,6 +22,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.ops._diagonal.cuda import cuda_kernel
+from kalmix.ops._diagonal.cuda.plan import backward_tile_size, block_channels, constants, group_tokens
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.triton.cells import (
     STRIDES,
@@ -192,8 +194,12 @@ def backward(
     grad_var: Tensor | None,
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, precision, log_decay, process_noise and of the prior's mean and variance."""
+    """Return the gradients of q, k, v, precision, log_decay, process_noise and of the prior's mean and variance.
+
+    `cuda` uses `cuda/backward.cu` in place of `tile_gradients`.
+    """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     like = {"dtype": torch.float32, "device": v.device}
     kinds = [x.dtype for x in (q, k, log_decay, process_noise)]
@@ -209,50 +215,75 @@ def backward(
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width = padded_slots(slots)
 
-    # One round of warps; each takes a tile and every `splits`-th block of channels.
-    resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
-    plan = plan_tiles(batch, length, max(64, -(-batch * length * heads // resident)), segments, q)
-    size = channels_per_warp(slots, 8)
-    splits = min(-(-channels // size), channels // (2 * slots), resident // (plan.num_tiles * heads))
-    splits = max(1, splits)  # `splits` also bounds the memory for partial sums of dq and dk
+    resident, size = _RESIDENT_WARPS * num_multiprocessors(v.device), channels_per_warp(slots, 8)
+    if cuda:
+        size = block_channels(slots)
+        splits = min(-(-channels // size), -(-channels // slots))  # bounds the memory for partial sums of dq and dk
+        tokens = backward_tile_size(length, batch * heads * splits, num_multiprocessors(v.device))
+        plan = plan_tiles(batch, length, tokens, segments, q)
+    else:  # one round of warps; each takes a tile and every `splits`-th block of channels
+        plan = plan_tiles(batch, length, max(64, -(-batch * length * heads // resident)), segments, q)
+        splits = min(-(-channels // size), channels // (2 * slots), resident // (plan.num_tiles * heads))
+        splits = max(1, splits)  # `splits` also bounds the memory for partial sums of dq and dk
 
     common = {"K": slots, "P": width, "PACKED": segments is not None}
     loops = {"CHUNK": CHUNK, "PREFETCH": PREFETCH, "RAGGED": is_ragged(length, segments)}
     cells = {"VARIANCE": variance, "PTX": supports_ptx(), **loops}
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
-    maps = torch.empty(plan.num_tiles, 4, heads, channels, width, **like)
-    narrow_block = channels_per_warp(slots, 4)
-    arguments = (
-        q, k, v, precision, log_decay, process_noise, stored, grad_mean, grad_var, maps, plan.tile_table,
-        length, plan.size, plan.tiles, *strides, heads, channels, heads // shared,
-    )  # fmt: skip
-    options = {"BLOCK": narrow_block, "EVEN": channels % narrow_block == 0, "num_warps": 1, **cells, **common}
-    Launch(_map_tile_grads, (plan.num_tiles * -(-channels // narrow_block), heads), arguments, options).run()
     grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
     prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
-    arguments = (
-        maps, grad_exits, grad_final_mean, grad_final_var, prior_mean, prior_var, plan.sequence_table, plan.tiles,
-        *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
-    )  # fmt: skip
-    options = {"BLOCK": narrow_block, "num_warps": 4, **common}
-    Launch(_scan_tile_grads, (len(prior_mean), heads, -(-channels // narrow_block)), arguments, options).run()
-    del maps, arguments
+    single = cuda and plan.single_tile
+    if not single:
+        maps = torch.empty(plan.num_tiles, 4, heads, channels, width, **like)
+        narrow_block = channels_per_warp(slots, 4)
+        arguments = (
+            q, k, v, precision, log_decay, process_noise, stored, grad_mean, grad_var, maps, plan.tile_table,
+            length, plan.size, plan.tiles, *strides, heads, channels, heads // shared,
+        )  # fmt: skip
+        options = {"BLOCK": narrow_block, "EVEN": channels % narrow_block == 0, "num_warps": 1, **cells, **common}
+        Launch(_map_tile_grads, (plan.num_tiles * -(-channels // narrow_block), heads), arguments, options).run()
+        arguments = (
+            maps, grad_exits, grad_final_mean, grad_final_var, prior_mean, prior_var, plan.sequence_table, plan.tiles,
+            *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
+        )  # fmt: skip
+        options = {"BLOCK": narrow_block, "num_warps": 4, **common}
+        Launch(_scan_tile_grads, (len(prior_mean), heads, -(-channels // narrow_block)), arguments, options).run()
+        del maps, arguments
+    elif segments is not None:  # the gradient of an empty segment's final belief is that of its prior
+        prior_mean.copy_(grad_final_mean)
+        prior_var.copy_(grad_final_var)
 
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have zero gradient
     dv = tokens(v.shape, dtype=v.dtype, device=v.device)
     dprecision = tokens(v.shape, dtype=precision.dtype, device=v.device)
-    dqk = tokens(splits, batch, length, shared, heads // shared, slots, 2, **like)
-    states = torch.empty(plan.num_tiles * splits, heads, CHUNK // PREFETCH, 2, size, width, **like)
-    arguments = (
-        q, k, v, precision, log_decay, process_noise, stored, states, grad_exits, grad_mean, grad_var, dv, dprecision,
-        dqk, plan.tile_table, length, plan.size, plan.tiles, splits, batch * length, *strides, heads, channels,
-        heads // shared,
-    )  # fmt: skip
-    options = {"BLOCK": size, "EVEN": channels % size == 0, "num_warps": 1, **cells, **common}
-    Launch(tile_gradients, (plan.num_tiles * splits, heads), arguments, options).run()
-    del states, arguments
-    ddynamics = grad_exits.sum(0)[..., :slots].transpose(-1, -2)  # `tile_gradients` replaced the gradients by these
-    sums = (*dqk.sum((0, 4)).unbind(-1), *ddynamics.unbind(0))
+    pair = (2, slots) if cuda else (slots, 2)
+    dqk = tokens(splits, batch, length, shared, heads // shared, *pair, **like)
+    if cuda:
+        arguments = (
+            q, k, v, precision, log_decay.float(), process_noise.float(), stored, grad_exits, grad_final_mean,
+            grad_final_var, grad_mean, grad_var, dv, dprecision, dqk, prior_mean, prior_var, plan.tile_table,
+            length, plan.size, plan.tiles, splits, batch * length, *strides[1::2], *grad_final_mean.stride(),
+            *grad_final_var.stride(), heads // shared,
+        )  # fmt: skip
+        group = group_tokens(slots)
+        options = {"VARIANCE": variance, "SINGLE": single, "TOKENS": group}
+        options["RAGGED"] = is_ragged(length, segments, group)
+        signals = {"Q_TOKEN": q, "K_TOKEN": k, "V_TOKEN": v, "P_TOKEN": precision}
+        options |= constants({**signals, "GM_TOKEN": grad_mean, "GV_TOKEN": grad_var}, segments)
+        Launch(cuda_kernel("backward"), (plan.num_tiles * splits, heads), arguments, options).run()
+    else:
+        states = torch.empty(plan.num_tiles * splits, heads, CHUNK // PREFETCH, 2, size, width, **like)
+        arguments = (
+            q, k, v, precision, log_decay, process_noise, stored, states, grad_exits, grad_mean, grad_var, dv,
+            dprecision, dqk, plan.tile_table, length, plan.size, plan.tiles, splits, batch * length, *strides, heads,
+            channels, heads // shared,
+        )  # fmt: skip
+        options = {"BLOCK": size, "EVEN": channels % size == 0, "num_warps": 1, **cells, **common}
+        Launch(tile_gradients, (plan.num_tiles * splits, heads), arguments, options).run()
+        del states
+    del arguments
+    ddynamics = grad_exits.sum(0)[..., :slots].transpose(-1, -2)  # the kernel replaced the gradients by these
+    sums = (*dqk.sum((0, 4)).unbind(-2 if cuda else -1), *ddynamics.unbind(0))
     dq, dk, ddecay, dnoise = (
         torch.empty(x.shape, dtype=kind, device=x.device).copy_(x) for x, kind in zip(sums, kinds, strict=True)
     )

@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.ops._diagonal.cuda import cuda_kernel
+from kalmix.ops._diagonal.cuda.plan import block_channels, constants
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.triton.cells import (
     STRIDES,
@@ -278,10 +280,12 @@ def forward(
     segments: Segments | None,
     variance: bool,
     stored: Tensor,
+    cuda: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean and variance of the read-out (empty without `variance`) and those of the final belief.
 
     Writes the belief before every `CHUNK`-th token of a sequence to `stored`, unless `stored` is empty.
+    `cuda` uses `cuda/forward.cu` in place of `_read_out`.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     q, k, v, precision = (
@@ -346,5 +350,16 @@ def forward(
         **cells,
         **common,
     }
-    Launch(_read_out, (plan.num_tiles * blocks, heads), arguments, options).run()
+    if cuda:
+        arguments = (
+            q, k, v, precision, log_decay.float(), process_noise.float(), entry_mean, entry_var, read_mean, read_var,
+            final_mean, final_var, stored, plan.tile_table, length, plan.size, plan.tiles, q.stride(2),
+            k.stride(2), v.stride(2), precision.stride(2), *entry_mean.stride(), *entry_var.stride(), heads // shared,
+        )  # fmt: skip
+        options = {name: options[name] for name in ("SINGLE", "VARIANCE", "STORE", "RAGGED")}
+        options |= constants({"Q_TOKEN": q, "K_TOKEN": k, "V_TOKEN": v, "P_TOKEN": precision}, segments)
+        blocks = -(-channels // block_channels(slots))
+        Launch(cuda_kernel("forward"), (plan.num_tiles * blocks, heads), arguments, options).run()
+    else:
+        Launch(_read_out, (plan.num_tiles * blocks, heads), arguments, options).run()
     return read_mean, read_var, final_mean, final_var

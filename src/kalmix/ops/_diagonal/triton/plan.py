@@ -69,9 +69,9 @@ def tile_size(length: int, warps: int, resident: int) -> int:
     return -(-length // tiles)
 
 
-def is_ragged(length: int, segments: Segments | None) -> bool:
-    """Return whether the length of a sequence may be no multiple of `PREFETCH`, which needs code for the rest."""
-    return segments is not None or length % PREFETCH > 0
+def is_ragged(length: int, segments: Segments | None, group: int = PREFETCH) -> bool:
+    """Return whether the length of a sequence may be no multiple of `group`, which needs code for the rest."""
+    return segments is not None or length % group > 0
 
 
 def channels_per_warp(slots: int, cells: int) -> int:
