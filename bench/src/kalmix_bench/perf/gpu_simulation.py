@@ -103,7 +103,7 @@ class Collector:
 
     def _record(self, launch: Launch) -> None:
         """Add the configuration of a launch on the current GPU."""
-        if not hasattr(launch.kernel, "params"):  # a CUDA kernel of `dense`
+        if not hasattr(launch.kernel, "params"):  # a kernel in CUDA C++
             return
         gpu, name = self._gpus[self._driver.device], launch.kernel.__name__
         types = (x.dtype if isinstance(x, Tensor) else type(x) for x in launch.arguments)

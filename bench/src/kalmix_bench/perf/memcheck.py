@@ -57,8 +57,15 @@ def problems() -> Iterator[Case]:
 
 
 def title(kernel: JITFunction | CudaKernel) -> str:
-    """Return module and name of a kernel."""
-    return f"{kernel.name}.cu" if isinstance(kernel, CudaKernel) else f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+    """Return module or file of a kernel, and its name."""
+    if isinstance(kernel, CudaKernel):
+        return file_title(kernel.source)
+    return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
+
+
+def file_title(source: Path) -> str:
+    """Return folder and name of a file with a CUDA kernel, such as _dense/cuda/forward.cu."""
+    return "/".join(source.parts[-3:])
 
 
 def entry_kernels() -> set[str]:
@@ -77,7 +84,8 @@ def entry_kernels() -> set[str]:
     def used(kernel: JITFunction) -> bool:
         return any(re.search(rf"\b{kernel.fn.__name__}\b", body) for body in bodies)
 
-    return {name for name, x in kernels.items() if x.do_not_specialize or not used(x)} | {"forward.cu", "backward.cu"}
+    files = {file_title(x) for folder in ops.__path__ for x in Path(folder).glob("*/cuda/*.cu")}
+    return files | {name for name, x in kernels.items() if x.do_not_specialize or not used(x)}
 
 
 def run(case: Case) -> None:
