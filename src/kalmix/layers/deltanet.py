@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from kalmix import designs
 from kalmix.designs import Design
 from kalmix.distributed import ops
+from kalmix.layers.fused import HeadSignal
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype
+from kalmix.layers.signal_groups import fused_signals, linear_signal
 from kalmix.types import Filtered
 
 
@@ -36,8 +38,15 @@ class DeltaLayer(MemoryLayer):
         self.design: Design | None = None if negative_eigenvalues else self.design
         self.gain_proj: nn.Linear = nn.Linear(hidden_size, sizes.heads, bias=False)
 
+    def gain_signal(self) -> HeadSignal | None:
+        """Return the gain as a group of `fused_signals`."""
+        return linear_signal(self.gain_proj, "sigmoid", self.max_gain)
+
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute the gain, `[B, T, G]`."""
+        fused = fused_signals(x, self.gain_signal())
+        if fused is not None:
+            return {"gain": fused[0]}
         return {"gain": self.max_gain * torch.sigmoid(to_state_dtype(self.gain_proj(x)))}
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:

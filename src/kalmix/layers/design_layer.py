@@ -139,7 +139,7 @@ class DesignLayer(MemoryLayer):
         """Compute the signals of the design: `[B, T, G]`, `[B, T, G, K]`, or as `kalmix.ops.diagonal` takes them."""
         signals = {name: noise(x) for name, noise in self.variances.items()}
         if self.decay is not None:
-            signals["log_decay"] = self.decay(x).log_decay
+            signals["log_decay"] = self.decay.log_decay(x)
         if self.precision_proj is not None:
             precision = observation_precision(self.precision_proj(x))
             signals["precision"] = precision.unflatten(-1, (self.sizes.heads, -1))

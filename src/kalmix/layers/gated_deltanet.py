@@ -9,6 +9,7 @@ from kalmix.designs import Design
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
+from kalmix.layers.signal_groups import decay_signal, fused_signals
 
 
 class GatedDeltaNet(DeltaLayer):
@@ -90,4 +91,7 @@ class GatedDeltaNet(DeltaLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute gain and log-decay, `[B, T, G]`."""
-        return super().signals(x) | {"log_decay": self.decay(x).log_decay}
+        fused = fused_signals(x, self.gain_signal(), decay_signal(self.decay))
+        if fused is not None:
+            return dict(zip(("gain", "log_decay"), fused, strict=True))
+        return super().signals(x) | {"log_decay": self.decay.log_decay(x)}

@@ -18,6 +18,7 @@ from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StepDecay
+from kalmix.layers.signal_groups import decay_signal, fused_signals, linear_signal
 from kalmix.ops import Adaptive, Chebyshev, Ridge, Solver
 from kalmix.types import Filtered
 from kalmix.validation import check_choice
@@ -135,7 +136,18 @@ class GatedKalmaNet(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute log-decay, gain and mix `[B, T, G]`, as far as the layer has them."""
-        signals = {} if self.decay is None else {"log_decay": self.decay(x).log_decay}
+        groups = {}
+        if self.decay is not None:
+            groups["log_decay"] = decay_signal(self.decay)
+        if self.gain_proj is not None:
+            kind = str(self.gain)
+            groups["gain"] = linear_signal(self.gain_proj, kind, NORM_EPS if kind == "squared" else 1.0)
+        if self.mix_proj is not None:
+            groups["mix"] = linear_signal(self.mix_proj, "sigmoid")
+        fused = fused_signals(x, *groups.values())
+        if fused is not None:
+            return dict(zip(groups, fused, strict=True))
+        signals = {} if self.decay is None else {"log_decay": self.decay.log_decay(x)}
         if self.gain_proj is not None:
             signals["gain"] = GAINS[str(self.gain)](to_state_dtype(self.gain_proj(x)))
         if self.mix_proj is not None:

@@ -89,4 +89,4 @@ class KDA(DeltaLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute gain `[B, T, G]` and log-decay `[B, T, G, K]`."""
-        return super().signals(x) | {"log_decay": self.decay(x).log_decay}
+        return super().signals(x) | {"log_decay": self.decay.log_decay(x)}

@@ -16,6 +16,7 @@ from kalmix.layers.fused import Gate, Norm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.parametrize import StepDecay
+from kalmix.layers.signal_groups import decay_signal, fused_signals
 from kalmix.types import Filtered, replace_fields
 from kalmix.validation import check_number, check_positive_int
 
@@ -136,6 +137,9 @@ class Mamba2(MemoryLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute log-decays, and the steps as gains, `[B, T, G]`."""
+        fused = fused_signals(x, decay_signal(self.decay, "decay-step"))
+        if fused is not None:
+            return dict(zip(("log_decay", "gain"), fused, strict=True))
         decay = self.decay(x)
         return {"log_decay": decay.log_decay, "gain": decay.step}
 

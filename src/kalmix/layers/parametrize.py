@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.fused import positive, softplus_precision
+from kalmix.layers.fused import cell_dynamics, positive, softplus_precision, step_decay
+from kalmix.layers.fused.cell_dynamics import discretize_ou as discretize_ou
+from kalmix.layers.fused.cell_dynamics import discretize_zoh as discretize_zoh
 from kalmix.layers.fused.trajectory_step import RawDynamics
-from kalmix.layers.modules import low_rank, to_state_dtype
+from kalmix.layers.modules import is_plain, low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
 from kalmix.validation import check_choice, check_number
 
@@ -41,25 +43,6 @@ def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
 def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
     """Return the precision 1 / (softplus(raw) + floor) of an observation, in the dtype of beliefs."""
     return softplus_precision(raw, floor)
-
-
-def discretize_ou(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Discretise the Ornstein-Uhlenbeck process dz = -rate z dt + c dW exactly (Kalman Linear Attention, equation 8).
-
-    Args:
-        rate: alpha > 0, mean reversion per unit of time.
-        diffusion: c^2 >= 0, variance per unit of time.
-        step: dt > 0, time between tokens.
-
-    Returns:
-        log_decay = -alpha dt, and process_noise = c^2 (1 - exp(-2 alpha dt)) / (2 alpha).
-    """
-    return -rate * step, diffusion * (-torch.expm1(-2 * rate * step) / (2 * rate))
-
-
-def discretize_zoh(rate: Tensor, diffusion: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
-    """Discretise with a zero-order hold: the same decay, but noise c^2 dt (the paper's ablation, Figure 3b)."""
-    return -rate * step, diffusion * step
 
 
 class CellDynamics(nn.Module):
@@ -98,11 +81,10 @@ class CellDynamics(nn.Module):
 
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return log_decay <= 0 and process_noise >= 0, `[slots, channels]` each, in the dtype of beliefs."""
-        rate, step = positive(self.log_rate.to(dtype)), positive(self.log_step.to(dtype))
-        if self.log_diffusion is None:
-            return -rate * step, torch.zeros_like(rate)
-        discretize = discretize_ou if self.discretization == "ou" else discretize_zoh
-        return discretize(rate, positive(self.log_diffusion.to(dtype)), step)
+        diffusion = None if self.log_diffusion is None else self.log_diffusion.to(dtype)
+        return cell_dynamics(
+            self.log_rate.to(dtype), self.log_step.to(dtype), diffusion, zero_order_hold=self.discretization == "zoh"
+        )
 
 
 class NoiseVariance(nn.Module):
@@ -224,8 +206,23 @@ class StepDecay(nn.Module):
     def forward(self, x: Tensor) -> DecayStep:
         """Return decays, steps and angles of tokens `[B, T, D]`."""
         raw = to_state_dtype(self.proj(x))
-        rate, bias, frequency = self.dynamics(raw.dtype)
-        step = F.softplus(raw + bias).unflatten(-1, self.steps)
+        parameters = self.dynamics(raw.dtype)
+        return self._with_rates(F.softplus(raw + parameters[1]), parameters)
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """Return the decays of tokens `[B, T, D]` only."""
+        dynamics = self.dynamics
+        if math.prod(self.steps) % math.prod(self.rates) or not is_plain(dynamics, StepDynamics):
+            return self(x).log_decay
+        return step_decay(self.proj(x), dynamics.step_bias, dynamics.log_rate).unflatten(-1, self.steps)
+
+    def apply_rates(self, step: Tensor) -> DecayStep:
+        """Return decays, steps and angles of steps `[B, T, all steps]`."""
+        return self._with_rates(step, self.dynamics(step.dtype))
+
+    def _with_rates(self, step: Tensor, parameters: tuple[Tensor, Tensor, Tensor | None]) -> DecayStep:
+        rate, _, frequency = parameters
+        step = step.unflatten(-1, self.steps)
         angle = None if frequency is None else frequency.view(self.rates) * step
         return DecayStep(-rate.view(self.rates) * step, step, angle)
 

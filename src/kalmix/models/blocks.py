@@ -182,6 +182,7 @@ class BlockOutput(NamedTuple):
             again. `None` without `output_state`.
         belief: `Filtered` of the mixer's output: mean and variance `[B, T, D]`. `None` without `output_belief`.
         posterior: posterior of the read-out. `None` without `output_posterior`, or if the mixer has no posterior.
+        update: `[B, T, D]`, still to be added to `hidden_state`; only with `defer`, otherwise `None`.
     """
 
     hidden_state: Tensor
@@ -189,6 +190,7 @@ class BlockOutput(NamedTuple):
     mixer_input: Tensor | None
     belief: Filtered | None
     posterior: Posterior | None
+    update: Tensor | None = None
 
 
 class MLP(nn.Module):
@@ -257,6 +259,8 @@ class Block(nn.Module):
         output_belief: bool = False,
         output_posterior: bool = False,
         slots: Slots | None = None,
+        update: Tensor | None = None,
+        defer: bool = False,
     ) -> BlockOutput:
         """Apply the block.
 
@@ -270,11 +274,22 @@ class Block(nn.Module):
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
             slots: slots of a step, in which the mixer updates the pool `state` in place; `None` for other calls.
+            update: `update` of the previous block's output, which the first norm adds to `x`.
+            defer: in a step, return the last summand of the residual stream as `update`.
         """
-        mixer_input = self.norm(x)
+        if update is None:
+            mixer_input = self.norm(x)
+        elif is_plain(self.norm, RMSNorm):
+            x, mixer_input = self.norm.add(update, x)
+        else:
+            x = x + update
+            mixer_input = self.norm(x)
         if slots is not None:
             readout, context = self.mixer.read_step(mixer_input, state, slots)
-            return BlockOutput(self.finish(x, readout, context), state, mixer_input, None, None)
+            total, last = self._summands(x, readout, context)
+            if defer:
+                return BlockOutput(total, state, mixer_input, None, None, last)
+            return BlockOutput(total + last, state, mixer_input, None, None)
         variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
         (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
         readout = sample_gaussian(mean, var) if sample and var is not None else mean
@@ -295,14 +310,19 @@ class Block(nn.Module):
         Returns:
             `[..., B, T, D]`, residual stream after the block.
         """
+        total, last = self._summands(residual, readout, context)
+        return total + last
+
+    def _summands(self, residual: Tensor, readout: Tensor, context: object) -> tuple[Tensor, Tensor]:
+        """Return two tensors whose sum is the block's output: the residual stream, and the last addition to it."""
         output = self.mixer.project_out(readout, context)
         if self.mlp is None or self.mlp_norm is None:
-            return residual + output
+            return residual, output
         if not is_plain(self.mlp_norm, RMSNorm):
             x = residual + output
-            return x + self.mlp(self.mlp_norm(x))
+            return x, self.mlp(self.mlp_norm(x))
         x, mlp_input = self.mlp_norm.add(output, residual)
-        return x + without_storing(partial(self.mlp_norm, x), self.mlp, mlp_input)
+        return x, without_storing(partial(self.mlp_norm, x), self.mlp, mlp_input)
 
     def _output_belief(self, mean: Tensor, variance: Tensor | None, state: Belief, context: object) -> Filtered:
         output_variance = None if variance is None else self.mixer.project_out_variance(variance, context)

@@ -144,6 +144,9 @@ class BeliefLayer(CacheLayerMixin):
         """Return the tensors that a step updates: the state."""
         return self.get_state(mixer)
 
+    def pending_counter(self) -> Tensor | None:
+        """Return `None`: `set_state` counts tokens."""
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
 
@@ -252,6 +255,12 @@ class CacheOfCall(NamedTuple):
         """Store the state of the mixer after a call of its block."""
         assert output.state is not None and output.mixer_input is not None
         self.layers[index].set_state(output.state, output.mixer_input, self.layout)
+
+    def finish(self) -> None:
+        """Count the tokens of a step in place, in one kernel for all layers."""
+        counters = [counter for layer in self.layers if (counter := layer.pending_counter()) is not None]
+        if counters:
+            torch._foreach_add_(counters, 1)
 
 
 def belief_layers(cache: Cache | None, count: int, name: str = "past_key_values") -> list[BeliefLayer]:

@@ -70,6 +70,10 @@ class StateCache(Protocol):
         """Store the state of the mixer after a call of its block."""
         ...
 
+    def finish(self) -> None:
+        """Count the tokens of the call, after its last block."""
+        ...
+
 
 class BlockStack(nn.ModuleList):
     """List of blocks that run one after the other; a `torch.nn.ModuleList`.
@@ -161,6 +165,7 @@ class BlockStack(nn.ModuleList):
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
         collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
         output, segments = None, None if layout is None else layout.segments
+        update = None  # still to be added to x
         for index, block in enumerate(self):
             last = index == len(self) - 1
             if output_hidden_states:
@@ -177,12 +182,14 @@ class BlockStack(nn.ModuleList):
             output = block(
                 *(x, state, segments),
                 slots=slots,
+                update=update,
+                defer=slots is not None and not (last or output_hidden_states),
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,
                 output_posterior=output_posterior and last,
             )
-            x = output.hidden_state
+            x, update = output.hidden_state, output.update
             if cache is not None:
                 cache.set_state(index, output)
             if output_states:
@@ -190,6 +197,8 @@ class BlockStack(nn.ModuleList):
                 collected["mixer_inputs"].append(output.mixer_input)
             if output_beliefs:
                 collected["beliefs"].append(output.belief)
+        if cache is not None:
+            cache.finish()
         posterior = None if output is None else output.posterior
         return StackOutput(x, **{name: tuple(values) for name, values in collected.items()}, posterior=posterior)
 

@@ -54,6 +54,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.in_place: bool = False
         self.rings: bool = False
         self.rows: Tensor | None = None
+        self.counts_later: bool = False
         self.tensors: list[Tensor] = []
         self.structure: Structure = None
 
@@ -150,9 +151,16 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self._clear(state)
             self.is_initialized = True
         with torch.no_grad():
-            if not all(x is buffer for x, buffer in zip(flatten(state)[0], self.tensors, strict=False)):
-                _store(rebuild(self.tensors, self.structure), state, self.window, continued, self.rings)
+            if all(x is buffer for x, buffer in zip(flatten(state)[0], self.tensors, strict=False)):
+                self.counts_later = True
+                return
+            _store(rebuild(self.tensors, self.structure), state, self.window, continued, self.rings)
             self.cumulative_length.add_(added)
+
+    def pending_counter(self) -> Tensor | None:
+        """Return the number of tokens seen, if the caller must add the one of a step in place; otherwise `None`."""
+        pending, self.counts_later = self.counts_later, False
+        return self.cumulative_length if pending else None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise `ArgumentError`, unless `tokens_to_remove` is 0."""

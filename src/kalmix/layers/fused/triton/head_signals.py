@@ -1,0 +1,365 @@
+"""Signals of heads: projections of tokens to a few columns, and an activation for each group of columns.
+
+There are at most three groups of columns, each with its own weight. A program of the forward pass computes all columns
+of a tile of tokens; a program of the backward pass serves a block of input columns and a strip of tiles. With few
+tokens, as in decoding, a program computes a few columns of one token instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton import knobs
+
+from kalmix.layers.fused.triton.rows import rows_of
+from kalmix.ops._shared.triton.compile_and_launch import Launch
+
+FORWARD = {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3}  # tokens and input columns of a tile
+BACKWARD = {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3}
+PROGRAMS = 264  # of the backward pass, about two for each multiprocessor of an H100; their sums are stored
+STEP_ROWS = 64  # largest number of tokens of the kernel for decoding
+STEP = {"NB": 4, "MAX_BD": 1024, "num_warps": 4}  # columns and input columns of its tile
+KINDS = {"": 0, "sigmoid": 1, "squared": 2, "softplus": 3, "decay": 4, "decay-step": 5}
+
+
+@triton.jit
+def _round(x, DOT: tl.constexpr, EXACT: tl.constexpr):
+    """Round the operand of a product to `DOT`."""
+    rounded = x.to(DOT)
+    if EXACT:
+        rounded = rounded.to(tl.float32)  # Triton's interpreter treats bfloat16 as integers
+    return rounded
+
+
+@triton.jit
+def _weights(w0, w1, w2, column, k, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """Load a tile of the weights of all groups; 0 beyond them."""
+    inside = (column >= 0) & (k < D)
+    tile = tl.load(w0 + column * D + k, mask=inside & (column < N0), other=0.0)
+    if N1 > 0:
+        mask = inside & (column >= N0) & (column < N0 + N1)
+        tile += tl.load(w1 + (column - N0) * D + k, mask=mask, other=0.0).to(tile.dtype)
+    if N2 > 0:
+        mask = inside & (column >= N0 + N1) & (column < N0 + N1 + N2)
+        tile += tl.load(w2 + (column - N0 - N1) * D + k, mask=mask, other=0.0).to(tile.dtype)
+    return tile
+
+
+@triton.jit
+def _vector(
+    p0, p1, p2, column, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr,
+):  # fmt: skip
+    """Load a number for each column; 0 in groups without such numbers."""
+    value = tl.zeros(column.shape, tl.float32)
+    if H0:
+        value += tl.load(p0 + column, mask=column < N0, other=0.0).to(tl.float32)
+    if H1:
+        value += tl.load(p1 + column - N0, mask=(column >= N0) & (column < N0 + N1), other=0.0).to(tl.float32)
+    if H2:
+        begin: tl.constexpr = N0 + N1
+        value += tl.load(p2 + column - begin, mask=(column >= begin) & (column < begin + N2), other=0.0).to(tl.float32)
+    return value
+
+
+@triton.jit
+def softplus(raw):
+    small = tl.exp(-tl.abs(raw))
+    above = 1.0 + small
+    # log(1 + small): the quotient cancels the rounding of `above`
+    logarithm = tl.where(above == 1.0, small, small * (tl.log(above) / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(raw != raw, raw, tl.where(raw > 0.0, raw, 0.0)) + logarithm
+
+
+@triton.jit
+def _activate(raw, rate, constant, KIND: tl.constexpr):
+    """Return the signal, its derivative, and the softplus of `raw`; see `KINDS`."""
+    weight = tl.sigmoid(raw)
+    step = softplus(raw)
+    if KIND == 1:
+        value, slope = constant * weight, constant * weight * (1.0 - weight)
+    elif KIND == 2:
+        root = weight + constant
+        value, slope = root * root, 2.0 * root * weight * (1.0 - weight)
+    elif KIND == 3:
+        value, slope = step + constant, weight
+    else:
+        value, slope = -rate * step, -rate * weight
+    return value, slope, step
+
+
+@triton.jit
+def _signals(
+    raw, rate, column, c0, c1, c2, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
+    """Return the signals of all columns, their derivatives, and the softplus of `raw`."""
+    value, slope, step = _activate(raw, rate, c0, K0)
+    if N1 > 0:
+        value1, slope1, _ = _activate(raw, rate, c1, K1)
+        later = column >= N0
+        value, slope = tl.where(later, value1, value), tl.where(later, slope1, slope)
+    if N2 > 0:
+        value2, slope2, _ = _activate(raw, rate, c2, K2)
+        last = column >= N0 + N1
+        value, slope = tl.where(last, value2, value), tl.where(last, slope2, slope)
+    return value, slope, step
+
+
+@triton.jit
+def _store(y0, y1, y2, row, column, value, mask, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr):
+    """Store signals into the tensor of each group."""
+    tl.store(y0 + row * N0 + column, value, mask=mask & (column < N0))
+    if N1 > 0:
+        tl.store(y1 + row * N1 + (column - N0), value, mask=mask & (column >= N0) & (column < N0 + N1))
+    if N2 > 0:
+        begin: tl.constexpr = N0 + N1
+        tl.store(y2 + row * N2 + (column - begin), value, mask=mask & (column >= begin) & (column < begin + N2))
+
+
+@triton.jit
+def _store_steps(
+    steps, row, column, step, mask, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
+):  # fmt: skip
+    """Store the steps of the group that returns them, too."""
+    if K0 == 5:
+        tl.store(steps + row * N0 + column, step, mask=mask & (column < N0))
+    if K1 == 5:
+        tl.store(steps + row * N1 + (column - N0), step, mask=mask & (column >= N0) & (column < N0 + N1))
+    if K2 == 5:
+        begin: tl.constexpr = N0 + N1
+        tl.store(steps + row * N2 + (column - begin), step, mask=mask & (column >= begin) & (column < begin + N2))
+
+
+@triton.jit
+def _load_grads(
+    g0, g1, g2, row, column, mask, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    H0: tl.constexpr, H1: tl.constexpr, H2: tl.constexpr,
+):  # fmt: skip
+    """Load the gradients of all signals; 0 for groups without gradients."""
+    grad = tl.zeros(mask.shape, tl.float32)
+    if H0:
+        grad += tl.load(g0 + row * N0 + column, mask=mask & (column < N0), other=0.0)
+    if H1:
+        inside = mask & (column >= N0) & (column < N0 + N1)
+        grad += tl.load(g1 + row * N1 + (column - N0), mask=inside, other=0.0)
+    if H2:
+        inside = mask & (column >= N0 + N1) & (column < N0 + N1 + N2)
+        grad += tl.load(g2 + row * N2 + (column - N0 - N1), mask=inside, other=0.0)
+    return grad
+
+
+@triton.jit(do_not_specialize=["rows"])
+def head_signals_forward(
+    x, w0, w1, w2, b0, b1, b2, r0, r1, r2, y0, y1, y2, steps, raw, rows, stride, c0, c1, c2,
+    D: tl.constexpr, NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    row, column = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64), tl.arange(0, NP)
+    exists = (row < rows)[:, None]
+    total = tl.zeros((BM, NP), tl.float32)
+    for begin in range(0, D, BD):
+        k = begin + tl.arange(0, BD)
+        tokens = tl.load(x + row[:, None] * stride + k[None, :], mask=exists & (k < D)[None, :], other=0.0)
+        weights = _weights(w0, w1, w2, column[None, :], k[:, None], D, N0, N1, N2)
+        total = tl.dot(_round(tokens, DOT, EXACT), _round(weights, DOT, EXACT), total)
+    total += _vector(b0, b1, b2, column, N0, N1, N2, B0, B1, B2)[None, :]
+    rate = tl.exp(_vector(r0, r1, r2, column, N0, N1, N2, R0, R1, R2))
+    value, _, step = _signals(total, rate[None, :], column[None, :], c0, c1, c2, N0, N1, N2, K0, K1, K2)
+    at, mask = row[:, None], exists & (column < N0 + N1 + N2)[None, :]
+    tl.store(raw + at * (N0 + N1 + N2) + column[None, :], total, mask=mask)
+    _store(y0, y1, y2, at, column[None, :], value, mask, N0, N1, N2)
+    _store_steps(steps, at, column[None, :], step, mask, N0, N1, N2, K0, K1, K2)
+
+
+@triton.jit
+def head_signals_step(
+    x, w0, w1, w2, b0, b1, b2, r0, r1, r2, y0, y1, y2, steps, raw, stride, c0, c1, c2,
+    D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, B0: tl.constexpr, B1: tl.constexpr, B2: tl.constexpr,
+    R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, E: tl.constexpr, EP: tl.constexpr,
+    NB: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute `NB` columns of one token; with E > 1, group 0 has E rates and decays for each column."""
+    row, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * NB + tl.arange(0, NB)
+    products = tl.zeros((NB, BD), tl.float32)
+    for begin in range(0, D, BD):
+        k = begin + tl.arange(0, BD)
+        token = tl.load(x + row * stride + k, mask=k < D, other=0.0).to(tl.float32)
+        weights = _weights(w0, w1, w2, column[:, None], k[None, :], D, N0, N1, N2).to(tl.float32)
+        products += weights * token[None, :]
+    total = tl.sum(products, axis=1) + _vector(b0, b1, b2, column, N0, N1, N2, B0, B1, B2)
+    rate = tl.exp(_vector(r0, r1, r2, column, N0, N1, N2, R0 and E == 1, R1, R2))
+    value, _, step = _signals(total, rate, column, c0, c1, c2, N0, N1, N2, K0, K1, K2)
+    mask = column < N0 + N1 + N2
+    tl.store(raw + row * (N0 + N1 + N2) + column, total, mask=mask)
+    if E == 1:
+        _store(y0, y1, y2, row, column, value, mask, N0, N1, N2)
+    else:
+        key, empty = tl.arange(0, EP), column < 0
+        inside = (column < N0)[:, None] & (key < E)[None, :]
+        log_rate = tl.load(r0 + column[:, None] * E + key[None, :], mask=inside, other=0.0).to(tl.float32)
+        tl.store(y0 + (row * N0 + column[:, None]) * E + key[None, :], -tl.exp(log_rate) * step[:, None], mask=inside)
+        _store(y0, y1, y2, row, column, value, mask & (empty | (column >= N0)), N0, N1, N2)
+    _store_steps(steps, row, column, step, mask, N0, N1, N2, K0, K1, K2)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles"])
+def head_signals_backward(
+    x, w0, w1, w2, r0, r1, r2, raw, g0, g1, g2, gsteps, dx, partial, rows, tiles, stride, c0, c1, c2,
+    D: tl.constexpr, NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, GS: tl.constexpr,
+    DOT: tl.constexpr, EXACT: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a block of input columns, and add up those of weights, biases and rates."""
+    column, k = tl.arange(0, NP), tl.program_id(1) * BD + tl.arange(0, BD)
+    weights = _round(_weights(w0, w1, w2, column[:, None], k[None, :], D, N0, N1, N2), DOT, EXACT)
+    rate = tl.exp(_vector(r0, r1, r2, column, N0, N1, N2, R0, R1, R2))[None, :]
+    dweights, dbias, drate = tl.zeros((BD, NP), tl.float32), tl.zeros((NP,), tl.float32), tl.zeros((NP,), tl.float32)
+    TOTAL: tl.constexpr = N0 + N1 + N2
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        row = (tile * BM + tl.arange(0, BM)).to(tl.int64)
+        exists, at = (row < rows)[:, None], row[:, None]
+        mask, inside = exists & (column < TOTAL)[None, :], exists & (k < D)[None, :]
+        total = tl.load(raw + at * TOTAL + column[None, :], mask=mask, other=0.0)
+        grad = _load_grads(g0, g1, g2, at, column[None, :], mask, N0, N1, N2, G0, G1, G2)
+        value, slope, _ = _signals(total, rate, column[None, :], c0, c1, c2, N0, N1, N2, K0, K1, K2)
+        drate += tl.sum(grad * value, axis=0)
+        grad *= slope
+        if GS:
+            dstep = _load_grads(
+                gsteps, gsteps, gsteps, at, column[None, :], mask, N0, N1, N2, K0 == 5, K1 == 5, K2 == 5
+            )
+            grad += dstep * tl.sigmoid(total)
+        dbias += tl.sum(grad, axis=0)
+        tokens = _round(tl.load(x + at * stride + k[None, :], mask=inside, other=0.0), DOT, EXACT)
+        rounded = _round(grad, DOT, EXACT)
+        tl.store(dx + at * D + k[None, :], tl.dot(rounded, weights).to(dx.dtype.element_ty), mask=inside)
+        dweights = tl.dot(tl.trans(tokens), rounded, dweights)
+    partial += tl.program_id(0).to(tl.int64) * (TOTAL * (D + 2))
+    mask = (column < TOTAL)[None, :] & (k < D)[:, None]
+    tl.store(partial + column[None, :] * D + k[:, None], dweights, mask=mask)
+    if tl.program_id(1) == 0:
+        tl.store(partial + TOTAL * D + column, dbias, mask=column < TOTAL)
+        tl.store(partial + TOTAL * (D + 1) + column, drate, mask=column < TOTAL)
+
+
+class Groups(NamedTuple):
+    """Parameters of the groups of columns, each a tuple with one entry per group.
+
+    Attributes:
+        weights: `[columns, D]`, or `None` without the group.
+        biases: `[columns]` or `None`.
+        log_rates: `[columns]` or `None`; for group 0 `[columns * E]`.
+        kinds: keys of `KINDS`.
+        constants: scale or lower bound of each group.
+    """
+
+    weights: Sequence[Tensor | None]
+    biases: Sequence[Tensor | None]
+    log_rates: Sequence[Tensor | None]
+    kinds: Sequence[str]
+    constants: Sequence[float]
+
+    def sizes(self) -> list[int]:
+        """Return the number of columns of each group."""
+        return [0 if w is None else w.shape[0] for w in self.weights]
+
+    def constexprs(self, width: int) -> dict[str, Any]:
+        """Return the constants of all kernels."""
+        found: dict[str, Any] = {"D": width}
+        for i, (size, kind, rate) in enumerate(zip(self.sizes(), self.kinds, self.log_rates, strict=True)):
+            found |= {f"N{i}": size, f"K{i}": KINDS[kind], f"R{i}": rate is not None}
+        return found
+
+
+def _fill(tensors: Sequence[Tensor | None], other: Tensor) -> list[Tensor]:
+    """Replace `None` by a tensor that the kernel does not read."""
+    return [other if x is None else x.contiguous() for x in tensors]
+
+
+def _dot_columns(total: int) -> int:
+    return max(16, 1 << (total - 1).bit_length())
+
+
+def forward(x: Tensor, groups: Groups, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Compute the signals.
+
+    Args:
+        x: tokens `[..., D]`.
+        groups: groups of columns.
+        dtype: dtype of the operands of products.
+
+    Returns:
+        The signals of three groups, `[..., columns]` or empty; steps of the group "decay-step", or empty; and what all
+        activations receive, `[rows, all columns]`. All are float32.
+    """
+    tokens, sizes, width = rows_of(x), groups.sizes(), x.shape[-1]
+    rows, first = tokens.shape[0], groups.log_rates[0]
+    keys = 1 if first is None else first.numel() // sizes[0]
+    shapes = [(*x.shape[:-1], n) if n else (0,) for n in sizes]
+    if keys > 1:
+        shapes[0] = (*shapes[0], keys)
+    steps = next((shape for shape, kind in zip(shapes, groups.kinds, strict=True) if kind == "decay-step"), (0,))
+    outputs = [x.new_empty(shape, dtype=torch.float32) for shape in (*shapes, steps, (rows, sum(sizes)))]
+    parts = (groups.weights, groups.biases, groups.log_rates)
+    inputs = [tensor for part in parts for tensor in _fill(part, tokens)]
+    constants = groups.constexprs(width) | {f"B{i}": bias is not None for i, bias in enumerate(groups.biases)}
+    if rows <= STEP_ROWS:
+        options = {"NB": STEP["NB"], "BD": min(STEP["MAX_BD"], max(32, 1 << (width - 1).bit_length()))}
+        options |= {"E": keys, "EP": 1 << (keys - 1).bit_length(), "num_warps": STEP["num_warps"]}
+        grid = (rows, -(-sum(sizes) // STEP["NB"]))
+        arguments = (tokens, *inputs, *outputs, tokens.stride(0), *groups.constants)
+        Launch(head_signals_step, grid, arguments, constants | options).run()
+    else:
+        options = FORWARD | {"NP": _dot_columns(sum(sizes)), **_precision(dtype)}
+        arguments = (tokens, *inputs, *outputs, rows, tokens.stride(0), *groups.constants)
+        Launch(head_signals_forward, (-(-rows // FORWARD["BM"]),), arguments, constants | options).run()
+    return tuple(outputs)
+
+
+def backward(
+    x: Tensor, groups: Groups, raw: Tensor, grads: Sequence[Tensor | None], dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Compute gradients.
+
+    Args:
+        x: as in `forward`.
+        groups: as in `forward`; biases are not read.
+        raw: last result of `forward`.
+        grads: gradients of three groups and of the steps, or `None`.
+        dtype: dtype of the operands of products.
+
+    Returns:
+        The gradient of x, and in one vector those of all weights, what activations receive, and log-rates.
+    """
+    tokens, width, total = rows_of(x), x.shape[-1], raw.shape[1]
+    tiles, blocks = -(-tokens.shape[0] // BACKWARD["BM"]), -(-width // BACKWARD["BD"])
+    programs = min(tiles, max(1, PROGRAMS // blocks))
+    dx = x.new_empty(x.shape)
+    partial = x.new_empty((programs, total * (width + 2)), dtype=torch.float32)
+    inputs = [tensor for part in (groups.weights, groups.log_rates) for tensor in _fill(part, tokens)]
+    options = groups.constexprs(width) | BACKWARD | {"NP": _dot_columns(total), **_precision(dtype)}
+    options |= {name: grad is not None for name, grad in zip(("G0", "G1", "G2", "GS"), grads, strict=True)}
+    received = _fill(grads, raw)
+    scalars = (tokens.shape[0], tiles, tokens.stride(0), *groups.constants)
+    Launch(
+        head_signals_backward, (programs, blocks), (tokens, *inputs, raw, *received, dx, partial, *scalars), options
+    ).run()
+    return dx, partial[0] if programs == 1 else partial.sum(0)
+
+
+def _precision(dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constants of products: the dtype of operands, and whether to convert them back to float32."""
+    dtypes = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return {"DOT": dtypes[dtype], "EXACT": knobs.runtime.interpret}
