@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from kalmix.layers.fused import HeadSignal, can_fuse, head_signals
 from kalmix.layers.modules import is_plain
 from kalmix.layers.parametrize import NoiseVariance, StepDecay, StepDynamics
+from kalmix.types import replace_fields
 
 _PLAIN_PARAMETERS = (Tensor, nn.Parameter)  # no subclasses, such as quantized or sharded tensors
 
@@ -23,7 +24,7 @@ def noise_signal(noise: nn.Module) -> HeadSignal | None:
     if not isinstance(noise, NoiseVariance) or not is_plain(noise, NoiseVariance):
         return None
     signal = linear_signal(noise.proj, "softplus", noise.floor)
-    return None if signal is None or signal.bias is not None else signal._replace(bias=noise.bias)
+    return None if signal is None or signal.bias is not None else replace_fields(signal, bias=noise.bias)
 
 
 def decay_signal(decay: nn.Module | None, kind: str = "decay") -> HeadSignal | None:
@@ -36,7 +37,8 @@ def decay_signal(decay: nn.Module | None, kind: str = "decay") -> HeadSignal | N
     dynamics, signal = decay.dynamics, linear_signal(decay.proj, kind, 0.0)
     if signal is None or signal.bias is not None or not is_plain(dynamics, StepDynamics):
         return None
-    return signal._replace(bias=dynamics.step_bias, log_rate=None if kind == "softplus" else dynamics.log_rate)
+    log_rate = None if kind == "softplus" else dynamics.log_rate
+    return replace_fields(signal, bias=dynamics.step_bias, log_rate=log_rate)
 
 
 def fused_signals(x: Tensor, *groups: HeadSignal | None) -> list[Tensor] | None:

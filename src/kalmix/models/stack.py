@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
-from kalmix.models.blocks import Block, BlockOutput, Posterior
+from kalmix.models.blocks import Block, BlockOutput, BlockStep, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
@@ -179,11 +179,14 @@ class BlockStack(nn.ModuleList):
                 plain = not (output_beliefs or output_posterior)
                 slots = cache.slots(index, mixer, x) if plain else None
                 state = cache.get_state(index, mixer, slots)
+            if update is not None and slots is None:
+                x, update = x + update, None
+            step = None
+            if slots is not None:
+                step = BlockStep(slots, update, defer=not (last or output_hidden_states))
             output = block(
                 *(x, state, segments),
-                slots=slots,
-                update=update,
-                defer=slots is not None and not (last or output_hidden_states),
+                step=step,
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,

@@ -9,7 +9,8 @@ from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.validation import FLOAT32_STATE_DTYPES, in_transform
 
 DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kernels
-TRACED = frozenset({"short_convolution", "recurrent_afa", "head_signals"})  # in Triton under torch.compile; it fuses other parts itself
+# In Triton under torch.compile, too; it fuses other parts itself.
+TRACED = frozenset({"short_convolution", "recurrent_afa", "head_signals"})
 KNEE = 8.0  # where `positive` changes from exponential to power
 MAX_COLUMNS = 16384  # columns that one program normalises together
 
