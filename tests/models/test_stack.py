@@ -1,11 +1,14 @@
-"""Wrong arguments of a stack of blocks."""
+"""Wrong arguments of a stack of blocks, and its steps in place."""
 
 import pytest
 import torch
 
 from kalmix import ArgumentError, Segments
 from kalmix.models.blocks import Block, layer_specs
+from kalmix.models.cache import CacheOfCall
+from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.stack import BlockStack
+from kalmix.models.static_cache import StaticBeliefLayer
 
 KLA, ATTENTION = layer_specs(["kla", "attention"], hidden_size=8)
 
@@ -40,3 +43,26 @@ def test_exhausted_memory_is_not_reported_as_a_wrong_dtype(monkeypatch):
     monkeypatch.setattr(stack.mixers[0], "read", exhaust)
     with pytest.raises(torch.OutOfMemoryError):
         stack(torch.zeros(1, 3, 8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_steps_add_residuals_later_and_count_tokens(hook):
+    """Steps in place equal one call, with norms that a step may merge with sums and with norms that it must call."""
+    torch.manual_seed(0)
+    specs = layer_specs(["gated-deltanet", "kla", "attention", "gated-deltanet"], 16, heads=2)
+    stack, x = BlockStack(Block(16, spec) for spec in specs).eval(), torch.randn(2, 9, 16)
+    if hook:
+        stack[1].norm.register_forward_hook(lambda *_: None)
+    layers = [StaticBeliefLayer(12) for _ in stack]
+    cache, found = CacheOfCall(layers, InputLayout()), []
+    with torch.no_grad():
+        expected = stack(x).hidden_state
+        found.append(stack(x[:, :6], cache=cache).hidden_state)
+        for layer in layers:
+            layer.in_place = True
+        for t in range(6, 9):
+            output = stack(x[:, t : t + 1], cache=cache, output_hidden_states=t == 8)
+            found.append(output.hidden_state)
+    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-5)
+    assert [int(layer.get_seq_length()) for layer in layers] == [9] * 4
+    assert len(output.hidden_states) == 4
