@@ -21,6 +21,7 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 FORWARD = {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3}  # tokens and input columns of a tile
 BACKWARD = {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3}
+GRADIENT_ROWS = 64  # tokens of a program of `head_signals_gradients`
 PROGRAMS = 264  # of the backward pass, about two for each multiprocessor of an H100; their sums are stored
 STEP_ROWS = 64  # largest number of tokens of the kernel for decoding
 STEP = {"NB": 4, "MAX_BD": 1024, "num_warps": 4}  # columns and input columns of its tile
@@ -69,11 +70,18 @@ def _vector(
 
 @triton.jit
 def softplus(raw):
-    small = tl.exp(-tl.abs(raw))
-    above = 1.0 + small
-    # log(1 + small): the quotient cancels the rounding of `above`
-    logarithm = tl.where(above == 1.0, small, small * (tl.log(above) / tl.where(above == 1.0, 1.0, above - 1.0)))
-    return tl.where(raw != raw, raw, tl.where(raw > 0.0, raw, 0.0)) + logarithm
+    """Compute max(raw, 0) + log(1 + exp(-|raw|)), to a relative error of about 2e-7."""
+    s = tl.exp(-tl.abs(raw))
+    # log(1 + s) / s for s in [0, 1]; its relative error is at most 5e-9
+    ratio = -0.0032440091017633677 * s + 0.01985139027237892
+    ratio = ratio * s - 0.056959398090839386
+    ratio = ratio * s + 0.10603640973567963
+    ratio = ratio * s - 0.1530558466911316
+    ratio = ratio * s + 0.19675935804843903
+    ratio = ratio * s - 0.24954132735729218
+    ratio = ratio * s + 0.3332996368408203
+    ratio = ratio * s - 0.4999990165233612
+    return tl.where(raw > 0.0, raw, 0.0) + s * (ratio * s + 1.0)
 
 
 @triton.jit
@@ -212,46 +220,61 @@ def head_signals_step(
     _store_steps(steps, row, column, step, mask, N0, N1, N2, K0, K1, K2)
 
 
-@triton.jit(do_not_specialize=["rows", "tiles"])
-def head_signals_backward(
-    x, w0, w1, w2, r0, r1, r2, raw, g0, g1, g2, gsteps, dx, partial, rows, tiles, stride, c0, c1, c2,
-    D: tl.constexpr, NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+@triton.jit(do_not_specialize=["rows"])
+def head_signals_gradients(
+    raw, r0, r1, r2, g0, g1, g2, gsteps, draw, sums, rows, c0, c1, c2,
+    NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
-    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, GS: tl.constexpr,
-    DOT: tl.constexpr, EXACT: tl.constexpr,
-    BM: tl.constexpr, BD: tl.constexpr,
+    G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, GS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a block of input columns, and add up those of weights, biases and rates."""
+    """Compute the gradients of what activations receive, and their sums and those of log-rates for a tile of tokens."""
+    row, column = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64), tl.arange(0, NP)
+    TOTAL: tl.constexpr = N0 + N1 + N2
+    at, exists, inside = row[:, None], (row < rows)[:, None], column < TOTAL
+    mask = exists & inside[None, :]
+    rate = tl.exp(_vector(r0, r1, r2, column, N0, N1, N2, R0, R1, R2))[None, :]
+    total = tl.load(raw + at * TOTAL + column[None, :], mask=mask, other=0.0)
+    grad = _load_grads(g0, g1, g2, at, column[None, :], mask, N0, N1, N2, G0, G1, G2)
+    value, slope, _ = _signals(total, rate, column[None, :], c0, c1, c2, N0, N1, N2, K0, K1, K2)
+    drate = tl.sum(grad * value, axis=0)
+    grad *= slope
+    if GS:
+        dstep = _load_grads(gsteps, gsteps, gsteps, at, column[None, :], mask, N0, N1, N2, K0 == 5, K1 == 5, K2 == 5)
+        grad += dstep * tl.sigmoid(total)
+    tl.store(draw + at * NP + column[None, :], grad.to(draw.dtype.element_ty), mask=exists)
+    sums += tl.program_id(0).to(tl.int64) * (2 * TOTAL) + column
+    tl.store(sums, tl.sum(grad, axis=0), mask=inside)
+    tl.store(sums + TOTAL, drate, mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "summands"])
+def head_signals_backward(
+    x, w0, w1, w2, draw, sums, dx, partial, rows, tiles, summands, stride,
+    D: tl.constexpr, NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
+    DOT: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """Compute the gradient of a block of input columns, and add up those of weights; also add up some of `sums`."""
     column, k = tl.arange(0, NP), tl.program_id(1) * BD + tl.arange(0, BD)
     weights = _round(_weights(w0, w1, w2, column[:, None], k[None, :], D, N0, N1, N2), DOT, EXACT)
-    rate = tl.exp(_vector(r0, r1, r2, column, N0, N1, N2, R0, R1, R2))[None, :]
-    dweights, dbias, drate = tl.zeros((BD, NP), tl.float32), tl.zeros((NP,), tl.float32), tl.zeros((NP,), tl.float32)
-    TOTAL: tl.constexpr = N0 + N1 + N2
+    dweights = tl.zeros((BD, NP), tl.float32)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         row = (tile * BM + tl.arange(0, BM)).to(tl.int64)
         exists, at = (row < rows)[:, None], row[:, None]
-        mask, inside = exists & (column < TOTAL)[None, :], exists & (k < D)[None, :]
-        total = tl.load(raw + at * TOTAL + column[None, :], mask=mask, other=0.0)
-        grad = _load_grads(g0, g1, g2, at, column[None, :], mask, N0, N1, N2, G0, G1, G2)
-        value, slope, _ = _signals(total, rate, column[None, :], c0, c1, c2, N0, N1, N2, K0, K1, K2)
-        drate += tl.sum(grad * value, axis=0)
-        grad *= slope
-        if GS:
-            dstep = _load_grads(
-                gsteps, gsteps, gsteps, at, column[None, :], mask, N0, N1, N2, K0 == 5, K1 == 5, K2 == 5
-            )
-            grad += dstep * tl.sigmoid(total)
-        dbias += tl.sum(grad, axis=0)
+        inside = exists & (k < D)[None, :]
+        grad = _round(tl.load(draw + at * NP + column[None, :], mask=exists, other=0.0), DOT, EXACT)
         tokens = _round(tl.load(x + at * stride + k[None, :], mask=inside, other=0.0), DOT, EXACT)
-        rounded = _round(grad, DOT, EXACT)
-        tl.store(dx + at * D + k[None, :], tl.dot(rounded, weights).to(dx.dtype.element_ty), mask=inside)
-        dweights = tl.dot(tl.trans(tokens), rounded, dweights)
+        tl.store(dx + at * D + k[None, :], tl.dot(grad, weights).to(dx.dtype.element_ty), mask=inside)
+        dweights = tl.dot(tl.trans(tokens), grad, dweights)
+    TOTAL: tl.constexpr = N0 + N1 + N2
     partial += tl.program_id(0).to(tl.int64) * (TOTAL * (D + 2))
     mask = (column < TOTAL)[None, :] & (k < D)[:, None]
     tl.store(partial + column[None, :] * D + k[:, None], dweights, mask=mask)
     if tl.program_id(1) == 0:
-        tl.store(partial + TOTAL * D + column, dbias, mask=column < TOTAL)
-        tl.store(partial + TOTAL * (D + 1) + column, drate, mask=column < TOTAL)
+        at = tl.arange(0, 2 * NP)
+        total = tl.zeros((2 * NP,), tl.float32)
+        for i in range(tl.program_id(0), summands, tl.num_programs(0)):
+            total += tl.load(sums + i * (2 * TOTAL) + at, mask=at < 2 * TOTAL, other=0.0)
+        tl.store(partial + TOTAL * D + at, total, mask=at < 2 * TOTAL)
 
 
 class Groups(NamedTuple):
@@ -344,18 +367,21 @@ def backward(
         The gradient of x, and in one vector those of all weights, what activations receive, and log-rates.
     """
     tokens, width, total = rows_of(x), x.shape[-1], raw.shape[1]
-    tiles, blocks = -(-tokens.shape[0] // BACKWARD["BM"]), -(-width // BACKWARD["BD"])
+    rows, padded = tokens.shape[0], _dot_columns(total)
+    tiles, blocks, summands = -(-rows // BACKWARD["BM"]), -(-width // BACKWARD["BD"]), -(-rows // GRADIENT_ROWS)
     programs = min(tiles, max(1, PROGRAMS // blocks))
-    dx = x.new_empty(x.shape)
+    dx, draw = x.new_empty(x.shape), x.new_empty((rows, padded), dtype=dtype)
+    sums = x.new_empty((summands, 2, total), dtype=torch.float32)
     partial = x.new_empty((programs, total * (width + 2)), dtype=torch.float32)
-    inputs = [tensor for part in (groups.weights, groups.log_rates) for tensor in _fill(part, tokens)]
-    options = groups.constexprs(width) | BACKWARD | {"NP": _dot_columns(total), **_precision(dtype)}
-    options |= {name: grad is not None for name, grad in zip(("G0", "G1", "G2", "GS"), grads, strict=True)}
-    received = _fill(grads, raw)
-    scalars = (tokens.shape[0], tiles, tokens.stride(0), *groups.constants)
-    Launch(
-        head_signals_backward, (programs, blocks), (tokens, *inputs, raw, *received, dx, partial, *scalars), options
-    ).run()
+    constants = groups.constexprs(width) | {"NP": padded}
+    options = {name: grad is not None for name, grad in zip(("G0", "G1", "G2", "GS"), grads, strict=True)}
+    options |= {name: value for name, value in constants.items() if name != "D"} | {"BM": GRADIENT_ROWS}
+    arguments = (raw, *_fill(groups.log_rates, raw), *_fill(grads, raw), draw, sums, rows, *groups.constants)
+    Launch(head_signals_gradients, (summands,), arguments, options).run()
+    options = {name: value for name, value in constants.items() if name[0] in "DN"} | BACKWARD | _precision(dtype)
+    inputs = (tokens, *_fill(groups.weights, tokens), draw, sums)
+    arguments = (*inputs, dx, partial, rows, tiles, summands, tokens.stride(0))
+    Launch(head_signals_backward, (programs, blocks), arguments, options).run()
     return dx, partial[0] if programs == 1 else partial.sum(0)
 
 
