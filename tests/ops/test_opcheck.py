@@ -53,7 +53,17 @@ def robust_filter() -> tuple[Any, ...]:
     return *torch.randn(3, 2, 5, 2, 4), *state, torch.rand(6, 2) + 0.1, torch.randn(2, 2), times, rows, 2
 
 
+def two_groups() -> tuple[Any, ...]:
+    """Return arguments of the kernel of signals: decays with their steps, and gains."""
+    weights, log_rate = (torch.randn(3, 4), torch.randn(2, 4), None), torch.randn(3)
+    kinds = "decay-step,sigmoid,", 1.0, 2.0, 1.0, torch.bfloat16
+    return torch.randn(2, 35, 4), *weights, torch.randn(3), None, None, log_rate, None, None, *kinds
+
+
 FUSED = {  # parts of layers: arguments of the op
+    "head_signals": two_groups,
+    "step_decay": lambda: (torch.randn(2, 5, 6), torch.randn(6), torch.randn(3)),
+    "cell_dynamics": lambda: (torch.randn(2, 6), torch.randn(2, 6), torch.randn(2, 6), False),
     "attend_radial_triton": radial,
     "recurrent_afa_triton": robust_filter,
     "positive": lambda: (torch.randn(2, 3),),

@@ -258,7 +258,8 @@ class CacheOfCall(NamedTuple):
 
     def finish(self) -> None:
         """Count the tokens of a step in place, in one kernel for all layers."""
-        counters = [counter for layer in self.layers if (counter := layer.pending_counter()) is not None]
+        pending = [layer.pending_counter() for layer in self.layers]
+        counters = [counter for counter in pending if counter is not None]
         if counters:
             torch._foreach_add_(counters, 1)
 

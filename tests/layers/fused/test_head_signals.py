@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kalmix.layers import MIXERS
 from kalmix.layers.fused import HeadSignal, can_fuse, cell_dynamics, head_signals, step_decay
+from kalmix.layers.fused.triton import head_signals_launch
 from kalmix.layers.signal_groups import fused_signals, linear_signal
 
 pytest.importorskip("triton")
@@ -21,6 +22,7 @@ GROUPS = {
     "ridge": (("decay", 4), ("squared", 4), ("sigmoid", 4)),
     "dense": (("softplus", 2), ("softplus", 2), ("softplus", 6)),
     "mamba2": (("decay-step", 20),),
+    "wide": (("sigmoid", 70), ("softplus", 50)),
 }
 LAYERS = {
     "deltanet": {"heads": 2},
@@ -180,6 +182,46 @@ def test_wrong_dtypes_are_refused_as_by_linear_layers():
     layer = MIXERS["gated-deltanet"](16, heads=2).to(DEVICE)
     with form("triton"), pytest.raises(RuntimeError, match="dtype"):
         layer.signals(torch.randn(1, 70, 16, device=DEVICE).bfloat16())
+
+
+def test_compiled_training():
+    """torch.compile calls the kernel for several groups, and computes one group itself."""
+    torch.manual_seed(0)
+    x, found = torch.randn(2, 40, 12, device=DEVICE).bfloat16(), []
+    gain, decay = parameters(GROUPS["delta"], 12)
+    names: list[str] = []
+
+    def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
+        names.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    def signals(x: Tensor, *groups: HeadSignal) -> list[Tensor]:
+        return head_signals(x, groups) if can_fuse(x, groups) else exact(x, groups)
+
+    with form("triton"), torch.autocast(DEVICE, torch.bfloat16):
+        for groups in ((gain, decay), (gain,)):
+            names.clear()
+            compiled = torch.compile(signals, backend=record, fullgraph=True)
+            compiled(x, *groups)
+            assert any("head_signals" in name for name in names) == (len(groups) > 1)
+        for function in (signals, torch.compile(signals, backend="aot_eager", fullgraph=True)):
+            copy, groups = leaves_of(x, (gain, decay), None)
+            found.append(outputs_and_gradients(copy, groups, function(copy, *groups)))
+    for y, z in zip(*found, strict=True):
+        assert torch.equal(y, z)
+
+
+@pytest.mark.parametrize("kibibytes", [99, 163, 227])
+def test_tiles_fit_into_shared_memory(kibibytes):
+    """`python -m kalmix_bench.perf.gpu_targets` finds the same numbers of bytes."""
+    for columns in (16, 32, 64, 128):
+        for groups in (1, 2, 3):
+            weights = [torch.empty(1)] * groups
+            tile = head_signals_launch._forward_tile(columns, weights, kibibytes * 1024)
+            stages = (tile["num_stages"] - 1) * tile["BD"] * (2 * tile["BM"] + 4 * groups * columns)
+            assert stages + 2 * tile["BD"] * (tile["BM"] + columns) <= kibibytes * 1024
+        tile = head_signals_launch._backward_tile(columns, kibibytes * 1024)
+        assert tile["num_stages"] * 2 * tile["BM"] * (tile["BD"] + columns) <= kibibytes * 1024
 
 
 def test_step_decay_agrees_on_both_forms():

@@ -199,6 +199,25 @@ def _robust_filter(dtype: torch.dtype) -> None:
             _differentiate([*op(*x, *state, time, *params, *frequency, times, None, iterations)[:2]], x)
 
 
+def _signals(dtype: torch.dtype) -> None:
+    x, step, raw = *_draw(torch.bfloat16, (2, 256, 1024), (2, 1, 1024)), *_draw(dtype, (2, 256, 1024))
+    bias, log_rate = _draw(torch.float32, (128,), (128,))
+    for sizes in ({"sigmoid": 6, "decay": 6}, {"decay": 8, "squared": 8, "sigmoid": 8}, {"decay-step": 128}):
+        groups, leaves = [], [x]
+        for kind, n in sizes.items():
+            weight = _draw(dtype, (n, 1024))[0]
+            groups.append(fused.HeadSignal(kind, weight, bias[:n], log_rate[:n] if "decay" in kind else None))
+            leaves.append(weight)
+        _differentiate(list(fused.head_signals(x, groups)), leaves)
+        with torch.no_grad():
+            fused.head_signals(step, groups)
+    bias, log_rate = _draw(torch.float32, (1024,), (8,))
+    _differentiate([fused.step_decay(raw, bias, log_rate)], [raw, bias, log_rate])
+    logarithms = _draw(torch.float32, (2, 64), (2, 64), (2, 64))
+    for hold in (False, True):
+        _differentiate(list(fused.cell_dynamics(*logarithms, hold)), logarithms)
+
+
 FUSED: dict[str, Callable[[torch.dtype], None]] = {
     "attend_radial": _attend_radial,
     "robust_filter": _robust_filter,
@@ -207,4 +226,5 @@ FUSED: dict[str, Callable[[torch.dtype], None]] = {
     "gates": _gates,
     "short_convolution": _short_convolution,
     "cross_entropy": _cross_entropy,
+    "signals": _signals,
 }

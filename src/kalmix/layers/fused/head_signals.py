@@ -62,7 +62,7 @@ def can_fuse(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
     dtype, stored = _dot_dtype(x), weights[0].dtype
     if any(w.dtype != stored for w in weights) or sum(w.shape[0] for w in weights) > MAX_COLUMNS:
         return False
-    if stored == torch.float64 or not (stored == x.dtype or torch.is_autocast_enabled(x.device.type)):
+    if stored == torch.float64 or not (stored == x.dtype or _autocasts(x.device.type)):
         return False
     if torch.compiler.is_compiling():
         return len(signals) >= TRACED_GROUPS and dtype in HALF and all(signal.keys == 1 for signal in signals)
@@ -100,7 +100,11 @@ def head_signals(x: Tensor, signals: Sequence[HeadSignal]) -> list[Tensor]:
 def _dot_dtype(x: Tensor) -> torch.dtype:
     """Return the dtype of operands of products: that of autocast if it is active."""
     device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    return torch.get_autocast_dtype(device) if _autocasts(device) else x.dtype
+
+
+def _autocasts(device: str) -> bool:
+    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def eager_signal(x: Tensor, signal: HeadSignal, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -119,7 +123,7 @@ def eager_signal(x: Tensor, signal: HeadSignal, dtype: torch.dtype) -> tuple[Ten
 
 
 def _groups(tensors: Sequence[Tensor | None], kinds: str, constants: Sequence[float]) -> Any:
-    from kalmix.layers.fused.triton.head_signals import Groups
+    from kalmix.layers.fused.triton.head_signals_launch import Groups
 
     return Groups(tensors[:3], tensors[3:6], tensors[6:9], kinds.split(","), constants)
 
@@ -150,8 +154,8 @@ def _forward(
     c2: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the signals of three groups, steps, and what activations receive; see `triton/head_signals.py`."""
-    from kalmix.layers.fused.triton.head_signals import forward
+    """Return the signals of three groups, steps, and what activations receive; see `triton/head_signals_launch.py`."""
+    from kalmix.layers.fused.triton.head_signals_launch import forward
 
     found = forward(x, _groups((w0, w1, w2, b0, b1, b2, r0, r1, r2), kinds, (c0, c1, c2)), dtype)
     return found[0], found[1], found[2], found[3], found[4]
@@ -182,7 +186,7 @@ def _backward(
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and one vector of all others."""
-    from kalmix.layers.fused.triton.head_signals import backward
+    from kalmix.layers.fused.triton.head_signals_launch import backward
 
     groups = _groups((w0, w1, w2, None, None, None, r0, r1, r2), kinds, (c0, c1, c2))
     return backward(x, groups, raw, (g0, g1, g2, gs), dtype)
