@@ -16,7 +16,6 @@ from kalmix.ops._shared.custom_op import custom_op, needs_grad, with_launch_cach
 MAX_GROUPS = 3
 MAX_COLUMNS = 128  # of all groups
 STEP_ROWS = 64  # largest number of tokens of the kernel for decoding
-TRACED_GROUPS = 2  # smallest number under torch.compile, which fuses one group itself
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -53,8 +52,7 @@ class HeadSignal(NamedTuple):
 def can_fuse(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
     """Return whether `head_signals` accepts these arguments; otherwise compute signals with PyTorch.
 
-    Products in half precision are fused. In decoding, those in float32 are fused, too. torch.compile fuses one group as
-    well as the kernel, which then serves several groups only.
+    Products in half precision are fused. In decoding, those in float32 are fused, too.
     """
     weights = [signal.weight for signal in signals]
     if not (signals and len(signals) <= MAX_GROUPS and uses_triton("head_signals", x)):
@@ -65,7 +63,7 @@ def can_fuse(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
     if stored == torch.float64 or not (stored == x.dtype or _autocasts(x.device.type)):
         return False
     if torch.compiler.is_compiling():
-        return len(signals) >= TRACED_GROUPS and dtype in HALF and all(signal.keys == 1 for signal in signals)
+        return dtype in HALF and all(signal.keys == 1 for signal in signals)
     parameters = [tensor for signal in signals for tensor in (signal.weight, signal.bias, signal.log_rate)]
     decodes = x.numel() <= STEP_ROWS * x.shape[-1] and not needs_grad(x, *parameters)
     return decodes or (dtype in HALF and all(signal.keys == 1 for signal in signals))
