@@ -123,7 +123,7 @@ def test_state_size_counts_the_numbers_of_the_belief(layer):
 def assert_state_is_single(layer, state):
     """Check that what a filter stores is float32, apart from recent inputs of a convolution."""
     stored = [x.dtype for x in tree_leaves(getattr(state, "belief", state)) if x.is_floating_point()]
-    assert stored and (torch.half not in stored and torch.bfloat16 not in stored or isinstance(layer, Attention))
+    assert stored and ((torch.half not in stored and torch.bfloat16 not in stored) or isinstance(layer, Attention))
 
 
 def test_half_precision(layer):
