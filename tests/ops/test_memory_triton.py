@@ -81,6 +81,7 @@ SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key widt
     ("delta", "vector", "head", 1, 70, (1, 2), 70, 5, None, HALF),
     ("delta", "head", "key", 2, 70, (1, 1), 4, 5, RUNS, FLOAT),
     ("delta", "vector", "key", 1, 70, (1, 2), 5, 4, None, FLOAT),
+    ("delta", "head", "key", 1, 20, (1, 1), 132, 3, None, HALF),  # gradients of gains from two programs per subtile
 ]
 if DEVICE == "cuda":  # every launch configuration: widths, dtypes, kinds of gain and decay, tiles of each size
     WIDTHS = [(3, 5), (16, 16), (24, 40), (32, 200), (64, 64), (100, 50), (128, 128), (200, 130), (256, 256), (256, 64)]

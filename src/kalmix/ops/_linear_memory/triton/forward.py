@@ -19,8 +19,9 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precisi
 # factor is itself a product of another width.
 BLOCK = 64
 SUBTILE = 16  # tokens per subtile, for decays per key
-# The fastest options that agreed with float64. With 32 columns, Triton 3.6 miscompiles `fold_decays` on Hopper.
-FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
+# The fastest options that agreed with float64: in half precision, in float32. With 32 columns, Triton 3.6 miscompiles
+# `fold_decays` on Hopper.
+FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
 
 
@@ -114,7 +115,9 @@ def prepare_signals(
         Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
             *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles,
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-        ), {"GAINS": scalar_gains, **features, **FOLD_OPTIONS}).run()  # fmt: skip
+        ), {
+            "GAINS": scalar_gains, "VECTOR": vector_gains, **features, **per_key_options(FOLD_OPTIONS, keys, v),
+        }).run()  # fmt: skip
         if num_subtiles > 1:
             Launch(join_subtiles, (tiling.num_tiles, heads), (
                 *subtiles, q, k, writes, tile_decay, scores, corrections, *tiles, heads,
@@ -126,6 +129,12 @@ def prepare_signals(
 def per_key_sizes(sizes: dict[str, Any], corrects: bool) -> dict[str, Any]:
     """Return the compile-time options of kernels for decays per key, given `PreparedSignals.sizes`."""
     return {name: sizes[name] for name in ("K", "SIZE", "PACKED", "PRECISION")} | {"CORRECTS": corrects}
+
+
+def per_key_options(options: tuple[dict[str, int], dict[str, int]], keys: int, v: Tensor) -> dict[str, int]:
+    """Choose options for half precision or float32. Some key widths are not prefetched, as in `scan_options`."""
+    chosen = options[v.dtype == torch.float32]
+    return chosen if keys % 4 == 0 else chosen | {"num_stages": 1}
 
 
 def strides(*tensors: Tensor) -> list[int]:

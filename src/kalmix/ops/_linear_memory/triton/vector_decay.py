@@ -97,7 +97,7 @@ def fold_decays(
     q, k, writes, gain, log_decay, q_in, k_in, w_out, subtile_decays, scores, corrections, tile_table, length, tiles,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
     K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr,
-    CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    VECTOR: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store q~, k~, w^, S and N of a subtile, and its decay."""
     head = tl.program_id(1)
@@ -113,20 +113,28 @@ def fold_decays(
     unit = ones_in_registers(PRECISION)
     score = tl.zeros([SUBTILE, SUBTILE], tl.float32)
     correction = tl.zeros([SUBTILE, SUBTILE], tl.float32)
+    diagonal = tl.zeros([SUBTILE, BLOCK], tl.float32)
+    strength = 1.0
+    if GAINS:
+        strength = load_per_token(gain + row, count, G, SUBTILE)[:, None]
     for first in range(0, K, BLOCK):
         key = first + tl.arange(0, BLOCK)
         query = load_rows(q, q_token, count, key, K, SUBTILE).to(tl.float32)
-        key_rows = load_rows(k, k_token, count, key, K, SUBTILE).to(tl.float32)
-        write = load_rows(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
-        if GAINS:
-            write *= load_per_token(gain + row, count, G, SUBTILE)[:, None]
+        key_rows = query
+        if CORRECTS or not VECTOR:
+            key_rows = load_rows(k, k_token, count, key, K, SUBTILE).to(tl.float32)
+        write = key_rows
+        if VECTOR:
+            write = load_rows(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
+        write *= strength
         each = tl.maximum(load_rows(log_decay, d_token, count, key, K, SUBTILE).to(tl.float32), MIN_LOG_DECAY) * LOG2_E
         terms = split_into_bf16(each, DTYPE)
-        block_score = tl.where(s[:, None] == s[None, :], tl.sum(query * write, 1)[:, None], 0.0)
+        diagonal += query * write
+        block_score = tl.zeros([SUBTILE, SUBTILE], tl.float32)
         block_correction = tl.zeros([SUBTILE, SUBTILE], tl.float32)
         for level in tl.static_range(num_levels(SUBTILE)):
             decay = decay_rows(to_middle_mask(level), unit, terms, PRECISION)
-            decayed_write = tl.trans((write * decay).to(DTYPE))
+            decayed_write = tl.trans(write * decay).to(DTYPE)
             block_score = tl.where(
                 distance >= 1 << level, matmul((query * decay).to(DTYPE), decayed_write, PRECISION), block_score
             )
@@ -138,14 +146,16 @@ def fold_decays(
                 )
         score += block_score
         correction += block_correction
-        at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
-        tl.store(subtile_decays + at, tl.exp2(tl.sum(each, 0)), mask=key < K)
         decay = decay_rows(s[:, None] >= s[None, :], unit, terms, PRECISION)
+        at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
+        last = (s == SUBTILE - 1)[:, None] & (key < K)[None, :]
+        tl.store(subtile_decays + at[None, :] + 0 * s[:, None], decay, mask=last)
         store_rows(q_in + row * K, G * K, count, key, query * decay, K, SUBTILE)
         if CORRECTS:
             store_rows(k_in + row * K, G * K, count, key, key_rows * decay, K, SUBTILE)
         decay = decay_rows(s[:, None] < s[None, :], unit, terms, PRECISION)
         store_rows(w_out + row * K, G * K, count, key, write * decay, K, SUBTILE)
+    score = tl.where(s[:, None] == s[None, :], tl.sum(diagonal, 1)[:, None], score)
     store_rows(scores + row * SIZE + start, G * SIZE, count, s, score, SUBTILE, SUBTILE)
     if CORRECTS:
         store_rows(corrections + row * SIZE + start, G * SIZE, count, s, correction, SUBTILE, SUBTILE)
@@ -156,91 +166,99 @@ def unfold_decays(
     q, k, writes, gain, log_decay, grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr,
-    VECTOR: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
+    GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store gradients of a subtile, for some columns, given those of the results of `fold_decays`.
+    """Store gradients of a subtile, for KEYS keys at most, given those of the results of `fold_decays`.
 
     A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
     upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
     products of gradients and writes before its token. `common_grad` is the gradient that all log-decays of the subtile
     share, through the decay of the whole subtile.
     """
-    head, block = tl.program_id(1), tl.program_id(2)
+    head, part = tl.program_id(1), tl.program_id(2)
     token, count, start = locate_subtile(tile_table, length, tiles, SIZE, PACKED)
     if count == 0:
         return
     DTYPE: tl.constexpr = grad_q_in.dtype.element_ty
-    key, s = block * BLOCK + tl.arange(0, BLOCK), tl.arange(0, SUBTILE)
+    s = tl.arange(0, SUBTILE)
     row = token * G + head
     distance = s[:, None] ^ s[None, :]
+    q += token * q_token + head // GROUP * q_head
+    k += token * k_token + head // GROUP * k_head
     writes += token * w_token + head // W_GROUP * w_head
-    query = load_rows_transposed(q + token * q_token + head // GROUP * q_head, q_token, count, key, K, SUBTILE).to(
-        tl.float32
-    )
-    key_rows = load_rows_transposed(k + token * k_token + head // GROUP * k_head, k_token, count, key, K, SUBTILE).to(
-        tl.float32
-    )
-    write = load_rows_transposed(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
-    if GAINS:
-        write *= load_per_token(gain + row, count, G, SUBTILE)[None, :]
-    each = load_rows_transposed(log_decay + token * d_token + head * d_head, d_token, count, key, K, SUBTILE).to(
-        tl.float32
-    )
-    terms = split_into_bf16(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, DTYPE)
+    log_decay += token * d_token + head * d_head
     scores, corrections_at = dscores + row * SIZE + start, dcorrections + row * SIZE + start
-    block_score = load_rows(scores, G * SIZE, count, s, SUBTILE, SUBTILE)
-    block_correction = block_score
+    score = load_rows(scores, G * SIZE, count, s, SUBTILE, SUBTILE)
+    score_pairs, correction_pairs, level_ones = (), (), ()
+    correction = score
     if CORRECTS:
-        block_correction = load_rows(corrections_at, G * SIZE, count, s, SUBTILE, SUBTILE)
-    ones = mask_to_bf16(s[:, None] >= s[None, :])
-    decay = decay_columns(terms, ones, PRECISION)
-    read_grads = decay * load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
-    diagonal = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
-    grad_query = read_grads + diagonal * write
-    products = query * read_grads
-    grad_key = tl.zeros([BLOCK, SUBTILE], tl.float32)
-    if CORRECTS:
-        grad_key = decay * load_rows_transposed(grad_k_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
-        products += key_rows * grad_key
-    grad_decay = matmul(products.to(DTYPE), ones.to(DTYPE), PRECISION)
-    ones = mask_to_bf16(s[:, None] < s[None, :])
-    decay = decay_columns(terms, ones, PRECISION)
-    write_grads = decay * load_rows_transposed(grad_w_out + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
-    grad_write = write_grads + diagonal * query
-    grad_decay = matmul((write * write_grads).to(DTYPE), ones.to(DTYPE), PRECISION, grad_decay)
+        correction = load_rows(corrections_at, G * SIZE, count, s, SUBTILE, SUBTILE)
     for level in tl.static_range(num_levels(SUBTILE)):
-        ones = mask_to_bf16(to_middle_mask(level))
-        decay = decay_columns(terms, ones, PRECISION)
-        decayed_writes, decayed_reads = write * decay, query * decay
-        pairs = tl.where(distance >> level == 1, block_score, 0.0)
-        read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(pairs), PRECISION)
-        grad_query += read_grads * decay
-        products = decayed_reads * read_grads
-        write_grads = matmul(decayed_reads.to(DTYPE), pairs, PRECISION)
-        if CORRECTS:
-            decayed_reads = key_rows * decay
-            pairs = tl.where(distance >> level == 1, block_correction, 0.0)
-            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(pairs), PRECISION)
-            grad_key += read_grads * decay
-            products += decayed_reads * read_grads
-            write_grads = matmul(decayed_reads.to(DTYPE), pairs, PRECISION, write_grads)
-        grad_write += write_grads * decay
-        products += decayed_writes * write_grads
-        grad_decay = matmul(products.to(DTYPE), ones.to(DTYPE), PRECISION, grad_decay)
-    at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
-    grad_decay += tl.load(common_grad + at, mask=key < K, other=0.0)[:, None]
-    store_columns(dlog_decay + row * K, G * K, count, key, grad_decay, K, SUBTILE)
-    store_columns(dq + row * K, G * K, count, key, grad_query, K, SUBTILE)
+        score_pairs += (tl.where(distance >> level == 1, score, 0.0),)
+        correction_pairs += (tl.where(distance >> level == 1, correction, 0.0),)
+        level_ones += (mask_to_bf16(to_middle_mask(level)),)
+    before, after = mask_to_bf16(s[:, None] >= s[None, :]), mask_to_bf16(s[:, None] < s[None, :])
+    diagonal = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
+    strength = 1.0
     if GAINS:
-        plain_write = load_rows_transposed(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
-        tl.store(dgain + block * tokens * G + row + s * G, tl.sum(plain_write * grad_write, 0), mask=s < count)
-        grad_write *= load_per_token(gain + row, count, G, SUBTILE)[None, :]
-    if VECTOR:
-        store_columns(dwrites + row * K, G * K, count, key, grad_write, K, SUBTILE)
-    else:
-        grad_key += grad_write
-    store_columns(dk + row * K, G * K, count, key, grad_key, K, SUBTILE)
+        strength = load_per_token(gain + row, count, G, SUBTILE)[None, :]
+    gain_products = tl.zeros([BLOCK, SUBTILE], tl.float32)
+    for first in range(0, KEYS if KEYS < K else K, BLOCK):
+        key = part * KEYS + first + tl.arange(0, BLOCK)
+        query = load_rows_transposed(q, q_token, count, key, K, SUBTILE).to(tl.float32)
+        key_rows = query
+        if CORRECTS or not VECTOR:
+            key_rows = load_rows_transposed(k, k_token, count, key, K, SUBTILE).to(tl.float32)
+        plain_write = key_rows
+        if VECTOR:
+            plain_write = load_rows_transposed(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
+        write = plain_write * strength
+        each = load_rows_transposed(log_decay, d_token, count, key, K, SUBTILE).to(tl.float32)
+        terms = split_into_bf16(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, DTYPE)
+        decay = decay_columns(terms, before, PRECISION)
+        read_grads = decay * load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+        grad_query = read_grads + diagonal * write
+        products = query * read_grads
+        grad_key = tl.zeros([BLOCK, SUBTILE], tl.float32)
+        if CORRECTS:
+            grad_key = decay * load_rows_transposed(grad_k_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+            products += key_rows * grad_key
+        grad_decay = matmul(products.to(DTYPE), before.to(DTYPE), PRECISION)
+        decay = decay_columns(terms, after, PRECISION)
+        write_grads = decay * load_rows_transposed(grad_w_out + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
+        grad_write = write_grads + diagonal * query
+        grad_decay = matmul((write * write_grads).to(DTYPE), after.to(DTYPE), PRECISION, grad_decay)
+        for level in tl.static_range(num_levels(SUBTILE)):
+            decay = decay_columns(terms, level_ones[level], PRECISION)
+            decayed_writes, decayed_reads = write * decay, query * decay
+            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(score_pairs[level]), PRECISION)
+            grad_query += read_grads * decay
+            products = decayed_reads * read_grads
+            write_grads = matmul(decayed_reads.to(DTYPE), score_pairs[level], PRECISION)
+            if CORRECTS:
+                decayed_reads = key_rows * decay
+                read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(correction_pairs[level]), PRECISION)
+                grad_key += read_grads * decay
+                products += decayed_reads * read_grads
+                write_grads = matmul(decayed_reads.to(DTYPE), correction_pairs[level], PRECISION, write_grads)
+            grad_write += write_grads * decay
+            products += decayed_writes * write_grads
+            grad_decay = matmul(products.to(DTYPE), level_ones[level].to(DTYPE), PRECISION, grad_decay)
+        at = (tl.program_id(0).to(tl.int64) * G + head) * K + key
+        grad_decay += tl.load(common_grad + at, mask=key < K, other=0.0)[:, None]
+        store_columns(dlog_decay + row * K, G * K, count, key, grad_decay, K, SUBTILE)
+        store_columns(dq + row * K, G * K, count, key, grad_query, K, SUBTILE)
+        if GAINS:
+            gain_products += plain_write * grad_write
+            grad_write *= strength
+        if VECTOR:
+            store_columns(dwrites + row * K, G * K, count, key, grad_write, K, SUBTILE)
+        else:
+            grad_key += grad_write
+        store_columns(dk + row * K, G * K, count, key, grad_key, K, SUBTILE)
+    if GAINS:
+        tl.store(dgain + part * tokens * G + row + s * G, tl.sum(gain_products, 0), mask=s < count)
 
 
 @triton.jit
