@@ -22,7 +22,7 @@ SUBTILE = 16  # tokens per subtile, for decays per key
 # The fastest options that agreed with float64: in half precision, in float32. With 32 columns, Triton 3.6 miscompiles
 # `fold_decays` on Hopper.
 FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
-JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}
+JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
 
 class PreparedSignals(NamedTuple):
@@ -121,7 +121,7 @@ def prepare_signals(
         if num_subtiles > 1:
             Launch(join_subtiles, (tiling.num_tiles, heads), (
                 *subtiles, q, k, writes, tile_decay, scores, corrections, *tiles, heads,
-            ), {**features, **JOIN_OPTIONS}).run()  # fmt: skip
+            ), {**features, **per_key_options(JOIN_OPTIONS, keys, v)}).run()  # fmt: skip
     tensors = (q, k, writes, per_token, log_decay_rows, from_start, to_end, tile_decay, scores, corrections, subtiles)
     return PreparedSignals(*tensors, tiling, scalar_decays, per_key, scalar_gains, vector_gains, sizes)
 

@@ -65,8 +65,10 @@ def join_subtiles(
     SUBTILES: tl.constexpr = SIZE // SUBTILE
     t = tl.arange(0, SIZE)
     row = token * G + head
-    score = tl.zeros([SIZE, SIZE], tl.float32)
-    correction = tl.zeros([SIZE, SIZE], tl.float32)
+    near_score = tl.zeros([SIZE, SIZE], tl.float32)
+    near_correction = tl.zeros([SIZE, SIZE], tl.float32)
+    far_score = tl.zeros([SIZE, SIZE], tl.float32)
+    far_correction = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, K, BLOCK):
         key = start + tl.arange(0, BLOCK)
         decays = load_subtile_decays(subtile_decays, index.to(tl.int64), head, key, G, K, SUBTILES)
@@ -75,22 +77,15 @@ def join_subtiles(
         key_rows = query
         if CORRECTS:
             key_rows = load_rows(k + row * K, G * K, count, key, K, SIZE)
-        decayed_write = tl.trans(write)
-        block_score = matmul(query, decayed_write, PRECISION)
-        block_correction = block_score
+        near_score = matmul(query, tl.trans(write), PRECISION, near_score)
         if CORRECTS:
-            block_correction = matmul(key_rows, decayed_write, PRECISION)
+            near_correction = matmul(key_rows, tl.trans(write), PRECISION, near_correction)
         if SUBTILES == 4:
             decay = decay_to_middle(decays, t // SUBTILE)
             decayed_write = tl.trans((write * decay).to(DTYPE))
-            pairs = t[:, None] // 32 > t[None, :] // 32
-            block_score = tl.where(pairs, matmul((query * decay).to(DTYPE), decayed_write, PRECISION), block_score)
+            far_score = matmul((query * decay).to(DTYPE), decayed_write, PRECISION, far_score)
             if CORRECTS:
-                block_correction = tl.where(
-                    pairs, matmul((key_rows * decay).to(DTYPE), decayed_write, PRECISION), block_correction
-                )
-        score += block_score
-        correction += block_correction
+                far_correction = matmul((key_rows * decay).to(DTYPE), decayed_write, PRECISION, far_correction)
         to_start, to_end = decays_to_edges(decays, t // SUBTILE)
         store_rows(q_in + row * K, G * K, count, key, query * to_start, K, SIZE)
         if CORRECTS:
@@ -100,6 +95,10 @@ def join_subtiles(
         for i in tl.static_range(1, SUBTILES):
             total *= decays[i]
         tl.store(tile_decay + (index.to(tl.int64) * G + head) * K + key, total, mask=key < K)
+    score, correction = near_score, near_correction
+    if SUBTILES == 4:
+        far = t[:, None] // 32 > t[None, :] // 32
+        score, correction = tl.where(far, far_score, score), tl.where(far, far_correction, correction)
     inside = (t < count)[:, None] & (t[:, None] // SUBTILE != t[None, :] // SUBTILE)
     earlier = t[:, None] > t[None, :]
     at = row * SIZE + t[:, None] * G * SIZE + t[None, :]
