@@ -167,12 +167,18 @@ class AdaptiveFilterAttention(TrajectoryLayer):
             if self.value_dynamics is not None:
                 value_dynamics = state_dynamics = Dynamics(**attend_parameters(v, self.value_dynamics, None))
             filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
-            if self.confidence is None and self.predict != "gate" and can_fuse_step(v, (self.residual, *dynamics)):
+            is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction
+            if is_plain and can_fuse_step(v, (self.residual, *dynamics)):
                 predicts = None if self.predict is None else state_dynamics
                 mean = predict_step(filtered.mean, v, self.residual, predicts)
             else:
                 mean, _ = self.predict_state(*self.mix_residual(filtered, v), v, None, state_dynamics)
         return mean.flatten(2), None
+
+    @property
+    def overrides_prediction(self) -> bool:
+        """Whether a subclass predicts states in another way."""
+        return type(self).predict_state is not AdaptiveFilterAttention.predict_state
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
         """Return a map for each head; see `TrajectoryLayer.attention_map`.

@@ -9,7 +9,7 @@ import torch
 from forms import DEVICE, form
 
 from kalmix import steps
-from kalmix.layers import AdaptiveFilterAttention
+from kalmix.layers import AdaptiveFilterAttention, ControlledFilter
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 
@@ -71,6 +71,17 @@ def test_both_forms_of_a_layer_step_agree(options):
             results.append([layer.step(x[:, [i]], pool, steps.Slots(rows, rows)) for i in range(4)])
     for found, expected in zip(*results, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_both_forms_of_a_step_apply_the_control():
+    torch.manual_seed(0)
+    layer, row = ControlledFilter(12, heads=2, head_dim=3).to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    x, results = torch.randn(1, 1, 12, device=DEVICE), []
+    for name in ("eager", "triton"):
+        with form(name):
+            results.append(layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row)))
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0], layer(x)[0], rtol=1e-5, atol=1e-6)
 
 
 def test_a_step_reads_the_present_parameters():
