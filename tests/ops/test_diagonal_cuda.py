@@ -22,6 +22,7 @@ from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.gpu import HOPPER_MULTIPROCESSORS, HOPPER_SHARED_MEMORY
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.ops._shared.triton.compile_and_launch import dry_run
+from kalmix.segments import Segments
 
 UNSUPPORTED = cuda.unsupported_gpu(None) if torch.cuda.is_available() else "no GPU"
 CUDA = partial(fused.diagonal, cuda=True)
@@ -62,7 +63,7 @@ def test_cuda_kernel_refuses_narrow_keys(fake_gpu):
 
 def launches(run, inputs, segments=None, variance=True):
     """Return the launches of a forward and a backward pass."""
-    found = []
+    found, segments = [], None if segments is None else Segments(segments.rows.to(inputs["q"].device))
     with dry_run(found.append):
         answer(run, inputs, segments, variance)
     return found
