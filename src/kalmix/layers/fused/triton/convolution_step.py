@@ -19,7 +19,8 @@ BLOCK = 256  # channels of a program
 
 @triton.jit
 def step_kernel(
-    x, weight, bias, pool, read, write, q, k, v, x_row, slot_stride, v_row, query_length, eps,
+    x, weight, bias, pool, read, write, q, k, v, x_row, slot_stride, v_row,
+    QUERY_LENGTH: tl.constexpr, EPS: tl.constexpr,
     C: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr, K: tl.constexpr, P: tl.constexpr,
     ON_LENGTH: tl.constexpr, BLOCK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -47,9 +48,10 @@ def step_kernel(
             total += factor * present.to(DTYPE)
     if SILU:
         total = total / (1.0 + tl.exp(-total))
-    if P > 0:
+    if P > 0:  # the host passes numbers as float32, so these are constants
+        length, one, eps = tl.full([1], QUERY_LENGTH, DTYPE), tl.full([1], 1.0, DTYPE), tl.full([1], EPS, DTYPE)
         inverse, _ = inverse_length(sum_head(total * total, P), eps, ON_LENGTH)
-        total = tl.where(section < 2, total * (choose(section, query_length, 1.0, 1.0, KEYS) * inverse), total)
+        total = tl.where(section < 2, total * (choose(section, length, one, one, KEYS) * inverse), total)
     y = choose(section, q, k, v, KEYS) + row * choose(section, KEYS, KEYS, v_row, KEYS)
     tl.store(y + column, tl.where(active, total, 0.0).to(y.dtype.element_ty), mask=inside)
 
@@ -73,8 +75,8 @@ def step(
     block = max(padded, min(BLOCK, max(32, triton.next_power_of_2(channels))))
     Launch(step_kernel, (batch, count_blocks(channels, columns, block)), (
         x, weight, weight if bias is None else bias, pool, *slots, q, k, v, x.stride(0), pool.stride(0), v.stride(0),
-        norm.query_length, norm.eps,
     ), {
+        "QUERY_LENGTH": norm.query_length, "EPS": norm.eps,
         "C": channels, "S": taps, "KEYS": keys, "K": norm.width, "P": padded, "ON_LENGTH": norm.eps_on_length,
         "BLOCK": block, "BIAS": bias is not None, "SILU": activation == "silu",
         "DTYPE": tl.float64 if x.dtype == torch.float64 else tl.float32, "num_warps": 2,
