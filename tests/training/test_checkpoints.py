@@ -6,8 +6,11 @@ import json
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -110,6 +113,25 @@ def test_another_number_of_processes_needs_as_many_sequences_per_step(halted: tu
     check_step_size(checkpoint, 3, 6)
     with pytest.raises(ArgumentError, match=r"`processes` is 3; expected 2, .*batch_tokens"):
         check_step_size(checkpoint, 3, 9)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_sequences_of_a_step_are_those_of_all_batches_and_processes(
+    recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    accumulating = recipe(steps=4, grad_accum=3)
+    train(accumulating, tmp_path, callbacks=[Kill(2)])
+    checkpoint = list_checkpoints(tmp_path / "checkpoints")[0]
+    assert json.loads((checkpoint / "manifest.json").read_text())["sequences"] == 3 * 2  # of one process
+    state = {"num_processes": processes, "process_index": 0, "is_main_process": True}
+    monkeypatch.setattr(
+        "kalmix.training.run.process_state", lambda: SimpleNamespace(**state, main_process_first=nullcontext)
+    )
+    checked = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("kalmix.training.run.check_step_size", checked)
+    with pytest.raises(InterruptedError):
+        train(accumulating, tmp_path, resume=True)
+    checked.assert_called_once_with(checkpoint, processes, 3 * 2 * processes)
 
 
 def test_a_newer_format_is_refused(halted: tuple[Recipe, Path]) -> None:
