@@ -41,7 +41,7 @@ WARM_UP = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """What defines the steps of a run.
+    """Sizes and options of the steps of a run.
 
     Attributes:
         batch: sequences of a GPU.
