@@ -9,6 +9,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kalmix import ArgumentError
+from kalmix.errors import FormatError
+from kalmix.files import FORMAT
 from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
 from kalmix.ops import Chebyshev, Fixed, Sketch
 
@@ -109,6 +111,9 @@ def test_damaged_config_is_refused(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(old))
         with pytest.raises(ArgumentError, match=r"`format` is [012] in '.*config\.json'; expected at least 3"):
             KalmixForCausalLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"format": FORMAT + 1}))
+    with pytest.raises(FormatError, match=rf"`format` is {FORMAT + 1} in '.*config\.json'; expected at most {FORMAT}"):
+        KalmixForCausalLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ArgumentError, match=r"config\.json is damaged"):
         KalmixForCausalLM.from_pretrained(tmp_path)
