@@ -106,37 +106,45 @@ def cpu_table() -> str:
     return "\n".join(rows) + f"\n\n{source}"
 
 
-def _model_rows(kind: str) -> tuple[Path, dict[tuple[Any, ...], dict[str, Any]]]:
-    """Return the newest result file of whole models, and its rows by model, mode, batch and tokens of a sequence."""
-    path = max(RESULTS.glob(f"*-{GPU}-{kind}/results.jsonl"))
-    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    sizes = ("batch_size", "seq_len")
-    return path, {(x["model"], x["mode"], *(x["size"][y] for y in sizes)): x for x in rows if x["status"] == "ok"}
+def _model_rows(kind: str) -> list[tuple[Path, dict[tuple[Any, ...], dict[str, Any]]]]:
+    """Return result files of whole models, the newest first; rows by model, mode, batch and tokens of a sequence."""
+    found, sizes = [], ("batch_size", "seq_len")
+    for path in sorted(RESULTS.glob(f"*-{GPU}-{kind}/results.jsonl"), reverse=True):
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        keyed = {(x["model"], x["mode"], *(x["size"][y] for y in sizes)): x for x in rows if x["status"] == "ok"}
+        found.append((path, keyed))
+    return found
 
 
 def training_table() -> str:
-    """Return tokens per second, GPU time and memory of training steps of whole models."""
-    path, rows = _model_rows("models")
+    """Return rates, GPU time and memory of training steps; from the file before where the newest lacks a row."""
+    (newest, rows), (before, earlier) = _model_rows("models")[:2]
     table = [
         "| model | tokens/s, eager | GPU ms | kernels | peak GiB | tokens/s, compiled | GPU ms | kernels | peak GiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
-    for model in dict.fromkeys(name for name, *_ in rows):
+    for model in dict.fromkeys(name for name, *_ in (*earlier, *rows)):
         cells = [f"`{model}`"]
         for mode in ("eager", "compiled"):
-            row = next((row for key, row in rows.items() if key[:2] == (model, mode)), None)
-            if row is None:
+            found = [x for given in (rows, earlier) for key, x in given.items() if key[:2] == (model, mode)]
+            if not found:
                 cells += ["", "", "", ""]
                 continue
-            cells += [f"{row['tokens_per_s']:,.0f}", f"{row['gpu_ms']:.0f}", f"{row['kernels']:,}"]
+            row, mark = found[0], "" if found[0] in rows.values() else " *"
+            cells += [f"{row['tokens_per_s']:,.0f}{mark}", f"{row['gpu_ms']:.0f}", f"{row['kernels']:,}"]
             cells.append(f"{row['peak_memory'] / 2**30:.1f}")
         table.append(f"| {' | '.join(cells)} |")
-    return "\n".join(table) + f"\n\nSource: `{path.relative_to(RESULTS.parents[1]).as_posix()}`."
+    sources = f"Source: `{_relative(newest)}`. * `{_relative(before)}`, with earlier kernels."
+    return "\n".join(table) + f"\n\n{sources}"
+
+
+def _relative(path: Path) -> str:
+    return path.relative_to(RESULTS.parents[1]).as_posix()
 
 
 def decoding_table() -> str:
     """Return the times of a generated token."""
-    path, rows = _model_rows("decode")
+    path, rows = _model_rows("decode")[0]
     table = [
         "| model | cache | prompts | ms a token | GPU ms | kernels | prompt, ms |",
         "|---|---|---|---|---|---|---|",
@@ -145,4 +153,4 @@ def decoding_table() -> str:
         cells = [f"`{model}`", mode, f"{batch} x {tokens:,}", f"{row['ms']:.2f}", f"{row['gpu_ms']:.2f}"]
         cells += [f"{row['kernels']:,}", f"{row['prefill_ms']:,.0f}"]
         table.append(f"| {' | '.join(cells)} |")
-    return "\n".join(table) + f"\n\nSource: `{path.relative_to(RESULTS.parents[1]).as_posix()}`."
+    return "\n".join(table) + f"\n\nSource: `{_relative(path)}`."
