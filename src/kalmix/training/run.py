@@ -213,7 +213,9 @@ def _train(
     if recipe.initial is not None and checkpoint is None:
         load_weights(model, Path(recipe.initial))
     if recipe.checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        old_name = "gradient_checkpointing_enable"  # of transformers 5.17
+        enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
+        enable({"use_reentrant": False})
     data = source.load(tokenizer, state.num_processes, state.process_index)
     if checkpoint is not None:
         sequences = data.batching.rows * data.batching.accumulation * state.num_processes
