@@ -36,6 +36,7 @@ from transformers.models.auto import modeling_auto
 
 from kalmix import models
 from kalmix.layers import MIXERS
+from kalmix.models.backbone import KalmixPreTrainedModel
 
 LAYERS: dict[str, list[Any]] = {name: [name, name] for name in MIXERS}
 LAYERS["design"] = [{"mixer": "design", "design": "longhorn"}] * 2
@@ -102,6 +103,25 @@ class AbsentHelpers(types.ModuleType):
         return absent
 
 
+class CacheNameTest:
+    """The test of transformers 5.24 that calls models with either name of the cache."""
+
+    def test_bc_cache_name_forward(self) -> None:
+        # The test expects a warning for the old name, which models of kalmix accept without one.
+        test: Any = getattr(super(), "test_bc_cache_name_forward", None)
+        if test is None:
+            raise unittest.SkipTest("the checkout is older than transformers 5.24")
+        original = KalmixPreTrainedModel.__call__
+
+        def call(model: Any, *args: Any, **kwargs: Any) -> Any:
+            if "past_key_values" in kwargs:
+                warnings.warn("`past_key_values` is deprecated", stacklevel=2)
+            return original(model, *args, **kwargs)
+
+        with mock.patch.object(KalmixPreTrainedModel, "__call__", call):
+            test()
+
+
 def kalmix_tests(layers: list[Any]) -> type[unittest.TestCase]:
     """Build the tests of transformers for models of `layers`, as the test file of a model of transformers does."""
     from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
@@ -128,7 +148,7 @@ def kalmix_tests(layers: list[Any]) -> type[unittest.TestCase]:
                 tie_word_embeddings=self.tie_word_embeddings,
             )
 
-    class Tests(CausalLMModelTest, unittest.TestCase):
+    class Tests(CacheNameTest, CausalLMModelTest, unittest.TestCase):
         model_tester_class = Tester
         has_attentions = False  # as Mamba2: a filter has no attention weights
 
@@ -203,6 +223,7 @@ def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
         exported_model.module = lambda exported: exported.program.module()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
+    warnings.filterwarnings("always", message=".*is deprecated")  # tests look for these
     cases = mamba2_tests() if name == PEER else kalmix_tests(LAYERS[name])
     names = [test for test in unittest.defaultTestLoader.getTestCaseNames(cases) if pattern in test]
     record, began = Record(), time.perf_counter()

@@ -252,6 +252,17 @@ def test_parameters_that_stay_in_float32_exist():
         assert build(layers)._keep_in_fp32_modules_strict == expected
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_dynamics_of_new_models_have_at_least_float32(dtype):
+    """As those of loaded models; `from_config` sets the default dtype, in which all other parameters are."""
+    model = AutoModelForCausalLM.from_config(build("filters").config, dtype=dtype)
+    kept = {name: x.dtype for name, x in model.named_parameters() if "dynamics" in name}
+    assert len(kept) > 4 and set(kept.values()) == {torch.promote_types(dtype, torch.float32)}
+    assert {x.dtype for name, x in model.named_parameters() if name not in kept} == {dtype}
+    assert model(tokens(2, 6)).logits.dtype == dtype
+
+
 def test_attentions_are_the_maps_of_the_layers():
     model, ids = build(["kla", "attention", {"mixer": "gla", "heads": 2}]), tokens(2, 5)
     output = model(ids, output_attentions=True, attention_mask=torch.ones(2, 5))

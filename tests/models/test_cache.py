@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache, StaticCache
 from kalmix import ArgumentError
 from kalmix.layers import MIXERS
 from kalmix.models import restore, snapshot
-from kalmix.models.cache_names import CACHE_FIELD
+from kalmix.models.cache_name import CACHE_NAME
 
 from .conftest import DESIGN, build, tokens
 
@@ -59,7 +59,7 @@ def test_the_cache_has_the_names_of_all_versions_of_transformers(name, base):
         first = model(ids[:, :5])
         output = model(ids[:, 5:], **{name: first.cache})
     assert first.cache is first.past_key_values is output.cache is output.past_key_values
-    assert output.cache.get_seq_length() == 8 and isinstance(first[CACHE_FIELD], DynamicCache)
+    assert output.cache.get_seq_length() == 8 and isinstance(first[CACHE_NAME], DynamicCache)
     torch.testing.assert_close(output[0], model(ids)[0][:, 5:])
 
 
@@ -225,11 +225,11 @@ def test_states_of_another_mixer_are_refused(static, mixer, other):
     another(ids, past_key_values=foreign)
     with pytest.raises(ArgumentError, match="`entries` belong to another cache"):
         restore(cache, snapshot(foreign))
-    with pytest.raises(ArgumentError, match=r"`past_key_values` has a state of .*expected a cache of this model"):
+    with pytest.raises(ArgumentError, match=rf"`{CACHE_NAME}` has a state of .*expected a cache of this model"):
         model(ids, past_key_values=foreign)
     new = DynamicCache(config=model.config)
     restore(new, snapshot(foreign))
-    with pytest.raises(ArgumentError, match="`past_key_values` has a state of"):
+    with pytest.raises(ArgumentError, match=f"`{CACHE_NAME}` has a state of"):
         model(ids, past_key_values=new)
     foreign.reset()
     torch.testing.assert_close(model(ids, past_key_values=foreign).logits, expected)

@@ -7,6 +7,7 @@ from transformers.cache_utils import DynamicCache
 
 from kalmix import ArgumentError
 from kalmix.models import hybrid_layers
+from kalmix.models.cache_name import CACHE_NAME
 
 from .conftest import build, tokens
 
@@ -173,8 +174,8 @@ def test_compiled_models_return_beliefs():
         ({"cu_seq_lens_q": torch.tensor([1, 4])}, "cu_seqlens"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 2])}, "cu_seqlens"),
         ({"inputs_embeds": torch.zeros(1, 4, 16)}, "input_ids"),
-        ({"past_key_values": DynamicCache(config=build(["kla"]).config)}, "past_key_values"),
-        ({"past_key_values": DynamicCache(ddp_cache_data=[(torch.zeros(1, 1, 2, 4),) * 2] * 2)}, "past_key_values"),
+        ({"past_key_values": DynamicCache(config=build(["kla"]).config)}, f"`{CACHE_NAME}` has"),
+        ({"past_key_values": DynamicCache(ddp_cache_data=[(torch.zeros(1, 1, 2, 4),) * 2] * 2)}, f"`{CACHE_NAME}` has"),
     ],
 )
 def test_wrong_inputs_are_refused(arguments, message):

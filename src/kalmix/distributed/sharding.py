@@ -48,6 +48,20 @@ def shard_dynamics(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
         fully_shard(found, mesh=mesh, reshard_after_forward=False)
 
 
+def start_in_float32(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
+    """Give the named modules of a new model float32 parameters where those have 16 bits; return the modules.
+
+    Args:
+        model: model that was built under any default dtype, such as that of `from_config(config, dtype=...)`.
+        names: last parts of the names of the modules.
+    """
+    found = [module for _, module in _named(model, names)]
+    for parameter in (x for module in found for x in module.parameters()):
+        if parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+    return found
+
+
 def keep_float32(model: nn.Module, names: Collection[str]) -> None:
     """Let the named modules act in float32, after a program has sharded the model by FSDP2 and before its first call.
 

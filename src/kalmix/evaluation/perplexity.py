@@ -111,8 +111,8 @@ def perplexity(
         for begin in range(0, length, PIECE):
             piece = ids[:, begin : begin + PIECE]
             with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                output = model(piece, past_key_values=cache, use_cache=True)
-            cache, logits = output.past_key_values, output.logits.float()
+                output = model(piece, cache=cache, use_cache=True)
+            cache, logits = output.cache, output.logits.float()
             predictions = logits[:, :-1] if previous is None else torch.cat([previous, logits[:, :-1]], dim=1)
             targets = piece[:, 1:] if previous is None else piece
             previous = logits[:, -1:]

@@ -18,13 +18,13 @@ with optional_imports():
     from transformers.utils import can_return_tuple
 
 from kalmix.distributed.context import check_no_other_sequence_parallelism
-from kalmix.distributed.sharding import DYNAMICS, keep_float32, shard_dynamics
+from kalmix.distributed.sharding import DYNAMICS, keep_float32, shard_dynamics, start_in_float32
 from kalmix.errors import ArgumentError
 from kalmix.layers import Attention
 from kalmix.layers.modules import RMSNorm
 from kalmix.models.blocks import Block, Posterior
 from kalmix.models.cache import CacheOfCall, belief_layers
-from kalmix.models.cache_names import CACHE_FIELD, CacheNames, given_cache
+from kalmix.models.cache_name import CACHE_NAMES, BothCacheNames, given_cache, with_cache
 from kalmix.models.checkpointed_block import KalmixBlock
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
@@ -37,7 +37,7 @@ from kalmix.validation import FLOATS, check_dtype_and_device, check_shape
 
 
 @dataclass
-class KalmixModelOutput(CacheNames, BaseModelOutputWithPast):
+class KalmixModelOutput(BothCacheNames, BaseModelOutputWithPast):  # pyright: ignore  # a property since 5.24
     """Output of `KalmixModel`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
 
     Fields are not checked here. `last_hidden_state` is always there; another field is `None` unless a call requests it,
@@ -45,8 +45,7 @@ class KalmixModelOutput(CacheNames, BaseModelOutputWithPast):
 
     Attributes:
         last_hidden_state: `[B, T, D]`, after the final norm, in the dtype of the model.
-        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode). Also
-            `cache`, its name from transformers 5.24 on.
+        cache: also `past_key_values`; `None` if none was used (`use_cache=True`; the default in evaluation mode).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then `last_hidden_state`
             (`output_hidden_states=True`).
         attentions: L tensors `[B, M, T, T]` in the dtype of the model, the `Mixer.attention_map` of each layer with its
@@ -84,7 +83,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
     _no_split_modules = ["KalmixBlock"]  # noqa: RUF012
-    _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
+    _skip_keys_device_placement = [*CACHE_NAMES]  # noqa: RUF012
     _supports_sdpa = True
     _can_compile_fullgraph = True
     _checked_float32 = False
@@ -100,7 +99,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
         names = {name.rpartition(".")[2] for name, _ in self.named_modules()}
         self._keep_in_fp32_modules_strict = names & DYNAMICS
         # FSDP shards these modules by themselves, so that `keep_float32` can give them their own dtype.
-        kept = (module for name, module in self.named_modules() if name.rpartition(".")[2] in DYNAMICS)
+        kept = start_in_float32(self, DYNAMICS)
         self._no_split_modules = ["KalmixBlock", *sorted({type(module).__name__ for module in kept})]
         super().post_init()
         self._apply_attn_implementation()
@@ -248,7 +247,7 @@ class KalmixModel(KalmixPreTrainedModel):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_beliefs: bool = False,
@@ -259,7 +258,7 @@ class KalmixModel(KalmixPreTrainedModel):
         cu_seq_lens_q: Tensor | None = None,
         seq_idx: Tensor | None = None,
         tokens_to_keep: int = 0,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> KalmixModelOutput:
         """Compute hidden states.
@@ -272,7 +271,7 @@ class KalmixModel(KalmixPreTrainedModel):
                 `[B, 1, T, T]`, block-causal, without a cache.
             position_ids: `[B, T]`, start anew in each packed sequence. Used only without mask and tokens in the cache,
                 and only to find the sequences; positions are counted in each sequence.
-            past_key_values: a `DynamicCache`, which is read and updated.
+            cache: a `DynamicCache`, which is read and updated.
             inputs_embeds: `[B, T, D]`, embedded tokens.
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode, otherwise not.
             output_beliefs: return each layer's belief about its output.
@@ -283,7 +282,7 @@ class KalmixModel(KalmixPreTrainedModel):
             cu_seq_lens_q: int `[N + 1]`, cumulative lengths of N sequences packed into one row.
             seq_idx: `[B, T]`, index of the sequence that each token belongs to.
             tokens_to_keep: return `last_hidden_state` of the last so many tokens; 0 for all.
-            cache: another name of `past_key_values`, which transformers uses from 5.24 on; give one of the two.
+            past_key_values: other name of `cache`, the only one that transformers before 5.24 uses.
             kwargs: arguments of other models; ignored. With `return_dict=False`, the output is a tuple.
 
         `cu_seq_lens_q`, `seq_idx`, `attention_mask` and `position_ids` describe the sequences; the first that is given,
@@ -303,7 +302,7 @@ class KalmixModel(KalmixPreTrainedModel):
         given = _check_input(input_ids, inputs_embeds, self.config.hidden_size)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
-        cache = given_cache(past_key_values, cache)
+        cache = given_cache({"cache": cache, "past_key_values": past_key_values})
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
         cache_layers = belief_layers(cache, len(self.layers))
@@ -348,12 +347,12 @@ class KalmixModel(KalmixPreTrainedModel):
             last_hidden_state = last_hidden_state[:, -tokens_to_keep:]
         return KalmixModelOutput(
             last_hidden_state=last_hidden_state,
+            **with_cache(cache),
             hidden_states=hidden_states if output_hidden_states else None,
             attentions=attention_maps(self.layers.mixers, output.mixer_inputs) if output_attentions else None,
             beliefs=tuple(_restore_belief(layout, belief) for belief in output.beliefs) if output_beliefs else None,
             posterior=output.posterior,
             layout=layout if output_layout else None,
-            **{CACHE_FIELD: cache},
         )
 
     def _embed(self, x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import DesignLayer, Mixer
 from kalmix.models.blocks import BlockOutput
 from kalmix.models.cache_entry import CachedCall, CacheEntry
+from kalmix.models.cache_name import CACHE_NAME
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.steps import Slots
@@ -54,7 +55,7 @@ class BeliefLayer(CacheLayerMixin):
     Example:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM
         >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla"])
-        >>> cache = KalmixForCausalLM(config).eval()(torch.randint(64, (1, 10))).past_key_values
+        >>> cache = KalmixForCausalLM(config).eval()(torch.randint(64, (1, 10))).cache
         >>> type(cache.layers[0]).__name__, cache.layers[0].entry.tokens
         ('BeliefLayer', 10)
     """
@@ -117,7 +118,7 @@ class BeliefLayer(CacheLayerMixin):
         name = mixer.design.name if isinstance(mixer, DesignLayer) else type(mixer).__name__
         if self.is_initialized and self.mixer not in (None, name):
             problem, expected = f"has a state of {self.mixer}", f"a cache of this model, with a state of {name}"
-            raise ArgumentError("past_key_values", problem=problem, expected=expected)
+            raise ArgumentError(CACHE_NAME, problem=problem, expected=expected)
         self.mixer = name
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
@@ -264,7 +265,7 @@ class CacheOfCall(NamedTuple):
             torch._foreach_add_(counters, 1)
 
 
-def belief_layers(cache: Cache | None, count: int, name: str = "past_key_values") -> list[BeliefLayer]:
+def belief_layers(cache: Cache | None, count: int, name: str = CACHE_NAME) -> list[BeliefLayer]:
     """Return the layers of a cache. An empty cache first gets `count` new layers.
 
     Args:
@@ -289,7 +290,8 @@ def belief_layers(cache: Cache | None, count: int, name: str = "past_key_values"
 
 def _check_cache(cache: object) -> None:
     if not isinstance(cache, Cache):
-        raise ArgumentError("cache", got=f"a {type(cache).__name__}", expected="a cache, as in `past_key_values`")
+        got = f"a {type(cache).__name__}"
+        raise ArgumentError("cache", got=got, expected="a cache, as in the output of an earlier call")
 
 
 def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
@@ -300,7 +302,7 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
     because calls write to its tensors.
 
     Args:
-        cache: cache of a `KalmixForCausalLM`, as it returns it in `past_key_values`.
+        cache: cache of a `KalmixForCausalLM`, as it returns it in `cache`.
 
     Returns:
         One entry per block, with the block's state and number of tokens, for `restore` only. A `DynamicCache()` that no
@@ -314,9 +316,9 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
         >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "kla"])
         >>> model = KalmixForCausalLM(config).eval()
-        >>> cache = model(torch.randint(64, (1, 10))).past_key_values
+        >>> cache = model(torch.randint(64, (1, 10))).cache
         >>> saved = snapshot(cache)
-        >>> _ = model(torch.randint(64, (1, 5)), past_key_values=cache)
+        >>> _ = model(torch.randint(64, (1, 5)), cache=cache)
         >>> restore(cache, saved)
         >>> cache.get_seq_length()
         10
@@ -349,11 +351,11 @@ def restore(cache: Cache, entries: tuple[CacheEntry, ...]) -> None:
         >>> from kalmix.models import KalmixConfig, KalmixForCausalLM, restore, snapshot
         >>> config = KalmixConfig(vocab_size=64, hidden_size=32, layers=["kla", "kla"])
         >>> model = KalmixForCausalLM(config).eval()
-        >>> cache = model(torch.randint(64, (1, 10))).past_key_values
+        >>> cache = model(torch.randint(64, (1, 10))).cache
         >>> saved, question = snapshot(cache), torch.randint(64, (1, 5))
-        >>> first = model(question, past_key_values=cache).logits
+        >>> first = model(question, cache=cache).logits
         >>> restore(cache, saved)
-        >>> torch.allclose(model(question, past_key_values=cache).logits, first)
+        >>> torch.allclose(model(question, cache=cache).logits, first)
         True
     """
     _check_cache(cache)

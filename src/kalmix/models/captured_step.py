@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kalmix.errors import ArgumentError
-from kalmix.models.cache_names import CACHE_FIELD, NAMES
+from kalmix.models.cache_name import given_cache, with_cache
 from kalmix.models.static_cache import StaticBeliefLayer
 from kalmix.validation import can_check_values
 
@@ -128,20 +128,20 @@ class CapturedStep:
             layers: list[Any] = cache.layers
             for layer in layers:
                 layer.in_place = True
-            return self.forward(input_ids=self._ids, past_key_values=cache, **options)
+            return self.forward(input_ids=self._ids, **with_cache(cache, options))
         self._ids.copy_(input_ids)
         if self._graph is None:
             graph, ids = self.make_graph(), self._ids
             try:
-                self._output = graph.capture(lambda: self.forward(input_ids=ids, past_key_values=cache, **options))
+                self._output = graph.capture(lambda: self.forward(input_ids=ids, **with_cache(cache, options)))
             except RuntimeError as error:
                 self.refuse(f"the capture failed with {type(error).__name__}: {error}")
-                return self.forward(input_ids=input_ids, past_key_values=cache, **options)
+                return self.forward(input_ids=input_ids, **with_cache(cache, options))
             self._graph = graph
             self.captures += 1
         self._graph.replay()
         self.replays += 1
-        return type(self._output)(**{**self._output, CACHE_FIELD: cache})
+        return type(self._output)(**with_cache(cache, self._output))
 
 
 @contextmanager
@@ -226,10 +226,9 @@ def refusal(model: Any) -> str | None:
 
 def _step_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of `CapturedStep.__call__`; `None` if a call is not a plain decoding step."""
-    ids, caches = given.get("input_ids"), [x for name in NAMES if (x := given.get(name)) is not None]
-    if not isinstance(ids, Tensor) or ids.shape[1] != 1 or len(caches) != 1 or not isinstance(caches[0], Cache):
+    ids, cache = given.get("input_ids"), given_cache(given)
+    if not isinstance(ids, Tensor) or ids.shape[1] != 1 or not isinstance(cache, Cache):
         return None
-    cache: Any = caches[0]
     if model.training or torch.is_grad_enabled() or torch.compiler.is_compiling():
         return None
     if ids.is_cuda and can_check_values(ids):  # inside `kalmix.checks()`

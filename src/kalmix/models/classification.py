@@ -14,6 +14,7 @@ with optional_imports():
     from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from kalmix.models.backbone import KalmixPreTrainedModel
+from kalmix.models.cache_name import accept_both_names
 from kalmix.models.configuration import KalmixConfig
 
 
@@ -51,6 +52,8 @@ class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPr
         torch.Size([2, 3])
     """
 
+    forward = accept_both_names(GenericForSequenceClassification.forward)
+
 
 class KalmixForTokenClassification(GenericForTokenClassification, KalmixPreTrainedModel):
     """Causal classifier of tokens: dropout, then a linear map of each token's hidden state after the final norm.
@@ -81,6 +84,8 @@ class KalmixForTokenClassification(GenericForTokenClassification, KalmixPreTrain
         >>> model(torch.randint(64, (2, 16))).logits.shape
         torch.Size([2, 16, 3])
     """
+
+    forward = accept_both_names(GenericForTokenClassification.forward)
 
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)

@@ -18,6 +18,7 @@ from kalmix.layers.config_io import with_old_defaults
 from kalmix.models import static_cache  # noqa: F401, so that `StaticCache(config=...)` finds its layer
 from kalmix.models.blocks import ACTIVATIONS, LayerSpec, layer_specs, layers_to_json
 from kalmix.models.cache import LAYER_TYPE
+from kalmix.models.cache_name import CACHE_NAMES
 from kalmix.models.stack import PROPAGATIONS
 from kalmix.validation import check_choice, check_number, check_positive_int, check_types
 
@@ -125,7 +126,7 @@ class KalmixConfig(PreTrainedConfig):
 
     model_type = "kalmix"
     base_model_tp_plan = {"embed_tokens": HEADS, "layers.*.mixer": HEADS}  # noqa: RUF012
-    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache", "beliefs"]
+    keys_to_ignore_at_inference: ClassVar[list[str]] = [*CACHE_NAMES, "beliefs"]
 
     vocab_size: int = 32768
     hidden_size: int = 512

@@ -17,7 +17,7 @@ with optional_imports():
     from transformers.generation.configuration_utils import GenerationMode
 
 from kalmix.errors import ArgumentError
-from kalmix.models.cache_names import NAMES
+from kalmix.models.cache_name import given_cache, rename_cache
 from kalmix.models.captured_step import capture_decoding, refusal
 
 FEWEST_TOKENS = 8  # fewer new tokens do not pay for a capture
@@ -44,6 +44,7 @@ class BeliefGenerationMixin(GenerationMixin):
             kwargs: further arguments of it.
         """
         model: Any = self
+        kwargs = rename_cache(kwargs)
         run: Any = partial(GenerationMixin.generate, model)  # pyright: ignore
         if self.decoding_step is not None or model.training or torch.compiler.is_compiling():
             return run(*args, **kwargs)
@@ -84,7 +85,7 @@ class BeliefGenerationMixin(GenerationMixin):
         step = self._own_step()
         if step is not None:
             removes = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
-            given = any(model_kwargs.get(name) is not None for name in NAMES) or generation_config.use_cache is False
+            given = given_cache(model_kwargs) is not None or generation_config.use_cache is False
             captures = generation_config.cache_implementation is None and not given and not removes
             if step.automatic:
                 few = (generation_config.max_new_tokens or FEWEST_TOKENS) < FEWEST_TOKENS

@@ -17,7 +17,7 @@ with optional_imports():
 
 from kalmix.errors import ArgumentError
 from kalmix.models.backbone import KalmixModel, KalmixModelOutput, KalmixPreTrainedModel
-from kalmix.models.cache_names import CACHE_FIELD, CacheNames, given_cache
+from kalmix.models.cache_name import BothCacheNames, cache_of, given_cache, with_cache
 from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import HEADS, KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
@@ -36,7 +36,7 @@ LABEL_DTYPES = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass
-class KalmixOutput(CacheNames, CausalLMOutputWithPast):
+class KalmixOutput(BothCacheNames, CausalLMOutputWithPast):  # pyright: ignore  # a property since 5.24
     """Output of `KalmixForCausalLM`, as transformers defines it: a dataclass whose keys omit fields that are `None`.
 
     Fields are not checked here. A field other than `logits` is `None` unless a call requests it, by the argument in
@@ -49,8 +49,8 @@ class KalmixOutput(CacheNames, CausalLMOutputWithPast):
             `skip_logits`. They are computed from the mean of each read-out, also with the loss "marginal". In
             evaluation mode with `config.predict="marginal"` they are log-probabilities of at least float32, averaged
             over samples of the last read-out.
-        past_key_values: the cache; `None` if none was used (`use_cache=True`; the default in evaluation mode without
-            labels). Also `cache`, its name from transformers 5.24 on.
+        cache: also `past_key_values`; `None` if none was used (`use_cache=True`; the default in evaluation mode without
+            labels).
         hidden_states: L + 1 tensors `[B, T, D]`: the input of each block, then the output of the final norm
             (`output_hidden_states=True`).
         attentions: L tensors `[B, M, T, T]` in the dtype of the model, the `Mixer.attention_map` of each layer with its
@@ -130,7 +130,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -142,7 +142,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         seq_idx: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         skip_logits: bool | None = None,
-        cache: Cache | None = None,
+        past_key_values: Cache | None = None,
         **kwargs: Any,
     ) -> KalmixOutput:
         """Compute logits of the next tokens, and the loss if labels are given.
@@ -151,7 +151,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             input_ids: as all other arguments that are not listed here, as `KalmixModel.forward` takes it.
             attention_mask: see `KalmixModel.forward`.
             position_ids: see `KalmixModel.forward`.
-            past_key_values: see `KalmixModel.forward`.
+            cache: see `KalmixModel.forward`.
             inputs_embeds: see `KalmixModel.forward`.
             labels: integers `[B, T]`, as `input_ids`; shifted inside the model. -100 is ignored.
             use_cache: return a cache. Default: `config.use_cache` in evaluation mode without labels, otherwise not.
@@ -165,7 +165,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             num_items_in_batch: number by which the sum of losses is divided. Default: the number of targets.
             skip_logits: return no logits beside the loss, which is then computed from a chunk of logits at a time.
                 Default: `config.skip_logits` in training mode with labels, otherwise False.
-            cache: see `KalmixModel.forward`.
+            past_key_values: see `KalmixModel.forward`.
             kwargs: `shift_labels` `[B, T]`, the token that each position must predict, in place of `labels`; -100 is
                 ignored. Arguments of other models are ignored. With `return_dict=False`, the output is a tuple.
 
@@ -192,7 +192,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=given_cache(past_key_values, cache),
+            cache=given_cache({"cache": cache, "past_key_values": past_key_values}),
             inputs_embeds=inputs_embeds,
             use_cache=False if use_cache is None and has_loss else use_cache,
             output_beliefs=output_beliefs,
@@ -221,10 +221,10 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         return KalmixOutput(
             loss=loss,
             logits=logits,
+            **with_cache(cache_of(output)),
             hidden_states=output.hidden_states,
             attentions=output.attentions,
             beliefs=output.beliefs,
-            **{CACHE_FIELD: getattr(output, CACHE_FIELD)},
         )
 
     def _marginal_logits(self, output: KalmixModelOutput, positions: slice | Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import Mixer
 from kalmix.models.cache import LAYER_TYPE, BeliefLayer
 from kalmix.models.cache_entry import CacheEntry
+from kalmix.models.cache_name import CACHE_NAME
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.models.state_tensors import Structure, flatten, rebuild
 from kalmix.rings import as_rings_like, empty_history, in_order
@@ -145,7 +146,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         added, length = mixer_input.shape[1], self.cumulative_length
         if can_check_values(length) and int(length) + added > self.max_cache_len:
             problem = f"stores at most {self.max_cache_len} tokens"
-            raise ArgumentError("past_key_values", problem=problem, expected=f"max_cache_len >= {int(length) + added}")
+            raise ArgumentError(CACHE_NAME, problem=problem, expected=f"max_cache_len >= {int(length) + added}")
         continued = self.is_initialized
         if not continued:
             self._clear(state)

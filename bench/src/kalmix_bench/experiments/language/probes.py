@@ -189,6 +189,6 @@ def decoding(model: KalmixForCausalLM, prompts: Tensor, lengths: Sequence[int]) 
     state = {}
     with torch.no_grad():
         for length in lengths:
-            cache = model(input_ids=prompts[:1, :length], use_cache=True).past_key_values
+            cache = model(input_ids=prompts[:1, :length], use_cache=True).cache
             state[str(length)] = held_bytes(cache)
     return {"decode_rows": len(batch), "decode_ms": statistics.median(tokens), "state_bytes": state}

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.models import capture_decoding
+from kalmix.models.cache_name import cache_of
 from kalmix_bench.perf.decode.protocol import DecodeCell
 from kalmix_bench.perf.host_lock import hold
 from kalmix_bench.perf.models.build import build
@@ -107,7 +108,7 @@ def _tokens(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> dict[str, Any
     clock = Clock()
     output = generate(model, prompt, cell, clock)
     peak = torch.cuda.max_memory_allocated() - held if cuda else None
-    state = held_bytes(output.past_key_values)
+    state = held_bytes(cache_of(output))
     del output
     prefill, *tokens = (1e3 * (after - before) for before, after in pairwise(clock.times))
     ms = statistics.median(tokens)
