@@ -210,7 +210,7 @@ class StepDecay(nn.Module):
         return self._with_rates(F.softplus(raw + parameters[1]), parameters)
 
     def log_decay(self, x: Tensor) -> Tensor:
-        """Return the decays of tokens `[B, T, D]` only."""
+        """Return the log-decays of tokens `[B, T, D]`, without steps and angles."""
         dynamics = self.dynamics
         if math.prod(self.steps) % math.prod(self.rates) or not is_plain(dynamics, StepDynamics):
             return self(x).log_decay

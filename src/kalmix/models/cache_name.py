@@ -52,7 +52,7 @@ def rename_cache(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return keyword arguments with their cache, if there is one, under the name of this transformers.
 
     Raises:
-        ArgumentError: both names have a value.
+        ArgumentError: both names have a value, or it is not a cache of transformers.
     """
     cache = given_cache(arguments)
     return dict(arguments) if cache is None else with_cache(cache, arguments)
@@ -62,7 +62,7 @@ def accept_both_names(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method of transformers so that it takes its cache under either name.
 
     Raises:
-        ArgumentError: in a call, both names have a value.
+        ArgumentError: in a call, both names have a value, or it is not a cache of transformers.
     """
 
     @wraps(forward)

@@ -213,7 +213,7 @@ def _train(
     if recipe.initial is not None and checkpoint is None:
         load_weights(model, Path(recipe.initial))
     if recipe.checkpointing:
-        old_name = "gradient_checkpointing_enable"  # of transformers 5.17
+        old_name = "gradient_checkpointing_enable"  # the only name in older transformers, deprecated since
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
         enable({"use_reentrant": False})
     data = source.load(tokenizer, state.num_processes, state.process_index)

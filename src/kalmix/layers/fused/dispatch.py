@@ -9,7 +9,7 @@ from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.validation import FLOAT32_STATE_DTYPES, in_transform
 
 DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kernels
-# In Triton under torch.compile, too; it fuses other parts itself.
+# These parts run in Triton under torch.compile, too. The compiler fuses the other parts itself.
 TRACED = frozenset({"short_convolution", "recurrent_afa", "head_signals", "step_decay"})
 KNEE = 8.0  # where `positive` changes from exponential to power
 MAX_COLUMNS = 16384  # columns that one program normalises together

@@ -29,7 +29,7 @@ def attend(
     check its arguments.
 
     A row whose slots differ copies the history that it reads. Kernel "torch" copies it in any case. Kernel "triton"
-    reads visible tokens only, and allocates partial sums: at most 64 per row and key head.
+    reads visible tokens only, and allocates partial sums: at most 32 per row and key head.
 
     Args:
         signals: signals of one token per row, T = 1: q and k `[B, 1, H, 2 C]`, v `[B, 1, G, 2 D]`, times `[B, 1]` or

@@ -1,4 +1,4 @@
-"""Memory layout of beliefs in the Triton kernels of `diagonal`; does not import Triton."""
+"""Memory layout of beliefs in the Triton and CUDA kernels of `diagonal`; does not import Triton."""
 
 CHUNK = 32  # tokens between two beliefs stored for the backward pass
 

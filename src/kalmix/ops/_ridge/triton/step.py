@@ -25,7 +25,7 @@ REGISTERS = 128  # registers of a thread at 128 keys: two programs at once on a 
 
 @triton.jit
 def place_gram(block, KEYS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr):
-    """Return rows, columns, offsets and the mask of a block of columns of a gram, in strips `[KEYS, strips, STRIP]`."""
+    """Return the columns of a block of a gram, and its offsets and mask in strips `[KEYS, strips, STRIP]`."""
     rows = tl.arange(0, KEYS)[:, None, None]
     strips = tl.arange(0, COLUMNS // STRIP)[:, None]
     columns = block * COLUMNS + strips * STRIP + tl.arange(0, STRIP)[None, :]
@@ -140,7 +140,7 @@ def step_sums(
     at = grams + source * gram_slot + head * K * K
     to = grams + target * gram_slot + head * K * K
     tile = load_gram(at, k, key, decay, weight, 0, active, K, COLUMNS, STRIP)
-    if BLOCKS == 1:  # stored early, so that other memory traffic is under way during the iterations
+    if BLOCKS == 1:  # stored early, so that the stores overlap with the iterations
         _, in_strips, in_gram = place_gram(0, KEYS, K, COLUMNS, STRIP)
         tl.debug_barrier()  # every warp has read the old gram
         tl.store(to + in_strips, tile, mask=in_gram & stored)

@@ -27,7 +27,8 @@ def reciprocal(x, PTX: tl.constexpr):
 
 @triton.jit
 def exp2(x, PTX: tl.constexpr):
-    # PTX: one instruction, with an error of two units in the last place; Triton's takes four, for tiny results.
+    # PTX: one instruction, with an error of two units in the last place; Triton's function takes four, because it does
+    # not flush subnormal results to 0.
     if PTX:
         power = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
