@@ -169,9 +169,10 @@ class MemoryLayer(Mixer):
         return UnitNorm(self.sizes.key_width, self.sizes.key_width**-0.5)
 
     def normalize_qk(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Normalise queries and keys `[B, T, H, K]`, by default as `unit_norm` says.
+        """Normalise queries and keys `[B, T, H, K]`, by default by `unit_norm`.
 
-        A layer that overrides it is normalised by it. Otherwise the kernel of the short convolution applies the norm.
+        `project` calls this method only if a layer overrides it. Otherwise the short convolution applies `unit_norm`,
+        in one kernel on a GPU.
         """
         return self.unit_norm.apply(q, k)
 

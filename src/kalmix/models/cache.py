@@ -302,7 +302,7 @@ def snapshot(cache: Cache) -> tuple[CacheEntry, ...]:
     because calls write to its tensors.
 
     Args:
-        cache: cache of a `KalmixForCausalLM`, as it returns it in `cache`.
+        cache: cache that a `KalmixForCausalLM` returned.
 
     Returns:
         One entry per block, with the block's state and number of tokens, for `restore` only. A `DynamicCache()` that no

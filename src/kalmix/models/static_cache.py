@@ -159,7 +159,7 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self.cumulative_length.add_(added)
 
     def pending_counter(self) -> Tensor | None:
-        """Return the number of tokens seen, if the caller must add the one of a step in place; otherwise `None`."""
+        """Return the counter of tokens, if the caller must add 1 to it in place; otherwise `None`."""
         pending, self.counts_later = self.counts_later, False
         return self.cumulative_length if pending else None
 

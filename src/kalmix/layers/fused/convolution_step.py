@@ -81,7 +81,7 @@ def convolve_qkv_step(
     It is the step of `convolve_qkv`, as `short_convolution_step` is that of `short_convolution`; see there.
 
     Returns:
-        q and k `[B, 1, n]` and v `[B, 1, C - 2 n]` in the dtype of `x`, for n columns of queries and of keys.
+        q and k `[B, 1, n]` and v `[B, 1, C - 2 n]` in the dtype of `x`; n is `columns.keys`.
     """
     if not runs_triton((pool,), kernel):
         q, k, v = columns.split(short_convolution_step(x, weight, bias, pool, slots, activation, kernel=kernel))

@@ -106,7 +106,7 @@ def _autocasts(device: str) -> bool:
 
 
 def eager_signal(x: Tensor, signal: HeadSignal, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return a signal, and the softplus of what its activation receives, with PyTorch."""
+    """Return a signal, and the softplus of the input of its activation, with PyTorch."""
     raw = F.linear(x.to(dtype), signal.weight.to(dtype)).float()
     raw = raw if signal.bias is None else raw + signal.bias.float()
     step = F.softplus(raw)
@@ -152,7 +152,7 @@ def _forward(
     c2: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return the signals of three groups, steps, and what activations receive; see `triton/head_signals_launch.py`."""
+    """Return the signals of three groups, steps, and inputs of activations; see `triton/head_signals_launch.py`."""
     from kalmix.layers.fused.triton.head_signals_launch import forward
 
     found = forward(x, _groups((w0, w1, w2, b0, b1, b2, r0, r1, r2), kinds, (c0, c1, c2)), dtype)

@@ -16,7 +16,7 @@ BLOCK, WARPS = 256, 4  # cells and warps of a program
 
 @triton.jit
 def _positive(x, at, mask, KNEE: tl.constexpr):
-    """Return the positive number of a logarithm, and the derivative of its own logarithm; see `positive`."""
+    """Load x; return y = `positive`(x), and the derivative of log(y) by x."""
     raw = tl.load(x + at, mask=mask, other=0.0)
     size = tl.abs(raw)
     slow = KNEE * (1.0 + tl.log(tl.where(size <= KNEE, 1.0, size / KNEE)))
@@ -40,6 +40,7 @@ def cell_dynamics_forward(
     log_rate, log_step, log_diffusion, log_decay, noise, count,
     DIFFUSES: tl.constexpr, HOLD: tl.constexpr, KNEE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute decays and process noises of a block of cells."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     rate, _ = _positive(log_rate, at, mask, KNEE)
@@ -60,6 +61,7 @@ def cell_dynamics_backward(
     DIFFUSES: tl.constexpr, HOLD: tl.constexpr, DECAY_GRAD: tl.constexpr, NOISE_GRAD: tl.constexpr,
     KNEE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of the logarithms of a block of cells."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < count
     rate, rate_slope = _positive(log_rate, at, mask, KNEE)

@@ -168,8 +168,8 @@ def backward_kernel(
 ):  # fmt: skip
     """Compute the gradient of a chunk's inputs, and add up those of weight and bias over its tokens.
 
-    The program recomputes the convolution, also for the S - 1 tokens after the chunk, and holds the incomplete
-    gradients of the last S - 1 inputs.
+    The program recomputes the convolution, also for the S - 1 tokens after the chunk. It holds the incomplete gradients
+    of the last S - 1 inputs.
     """
     row = tl.program_id(1)
     section, column, inside = locate_block(tl.program_id(0) % BLOCKS, C, KEYS, K, P, BLOCK)

@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     Attributes:
         channels: most channels, unless a head has more.
         channels_per_warp: channels of a warp.
-        unroll: tokens that are loaded at the same time; at least 3, the most tokens before one that it depends on.
+        unroll: tokens that are loaded at the same time; at least 3, since a token depends on the 3 before it.
         chunk: most tokens.
     """
 

@@ -69,7 +69,7 @@ def softplus(raw):
 
 @triton.jit
 def _activate(raw, rate, constant, KIND: tl.constexpr):
-    """Return the signal, its derivative, and the softplus of `raw`; see `head_signals_launch.KINDS`."""
+    """Return the signal, its derivative, and the softplus of `raw`; `KIND` is one of `head_signals_launch.KINDS`."""
     weight = tl.sigmoid(raw)
     step = softplus(raw)
     if KIND == 1:
@@ -118,7 +118,7 @@ def _store_steps(
     steps, row, column, step, mask, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr,
 ):  # fmt: skip
-    """Store the steps of the group that returns them, too."""
+    """Store the steps of the group of kind 5, "decay-step"."""
     if K0 == 5:
         tl.store(steps + row * N0 + column, step, mask=mask & (column < N0))
     if K1 == 5:
@@ -154,6 +154,7 @@ def head_signals_forward(
     R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr, DOT: tl.constexpr, EXACT: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
+    """Compute all columns of `BM` tokens."""
     row, column = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64), tl.arange(0, NP)
     exists = (row < rows)[:, None]
     total = tl.zeros((BM, NP), tl.float32)
@@ -210,7 +211,10 @@ def head_signals_gradients(
     K0: tl.constexpr, K1: tl.constexpr, K2: tl.constexpr, R0: tl.constexpr, R1: tl.constexpr, R2: tl.constexpr,
     G0: tl.constexpr, G1: tl.constexpr, G2: tl.constexpr, GS: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of what activations receive, and their sums and those of log-rates for a tile of tokens."""
+    """Compute the gradients of the inputs of activations for a tile of tokens.
+
+    Store also their sums over the tile, which are gradients of biases, and the gradients of log-rates.
+    """
     row, column = (tl.program_id(0) * BM + tl.arange(0, BM)).to(tl.int64), tl.arange(0, NP)
     TOTAL: tl.constexpr = N0 + N1 + N2
     at, exists, inside = row[:, None], (row < rows)[:, None], column < TOTAL
@@ -236,7 +240,10 @@ def head_signals_backward(
     D: tl.constexpr, NP: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr, N2: tl.constexpr,
     DOT: tl.constexpr, EXACT: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradient of a block of input columns, and add up those of weights; also add up some of `sums`."""
+    """Compute the gradient of a block of input columns, and add up those of weights over a strip of tiles.
+
+    The programs of the first block also add up rows of `sums`, the results of `head_signals_gradients`.
+    """
     column, k = tl.arange(0, NP), tl.program_id(1) * BD + tl.arange(0, BD)
     weights = _round(_weights(w0, w1, w2, column[:, None], k[None, :], D, N0, N1, N2), DOT, EXACT)
     dweights = tl.zeros((BD, NP), tl.float32)

@@ -1,4 +1,4 @@
-"""Launches of the kernels of signals of heads: tiles by rule from the number of columns and from shared memory."""
+"""Launches of the kernels of head signals. The number of columns and shared memory determine the sizes of tiles."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _dot_columns(total: int) -> int:
 
 
 def _forward_tile(columns: int, weights: Sequence[Tensor], limit: int) -> dict[str, int]:
-    """Return the options of `head_signals_forward` for `columns` padded columns and bytes of shared memory."""
+    """Return the options of `head_signals_forward` for `columns` padded columns and `limit` bytes of shared memory."""
     stored = len(weights) * columns * weights[0].element_size()  # each group has a tile of its own
 
     def bytes_of(rows: int, width: int, stages: int) -> int:
@@ -78,7 +78,7 @@ def _forward_tile(columns: int, weights: Sequence[Tensor], limit: int) -> dict[s
 
 
 def _backward_tile(columns: int, limit: int) -> dict[str, int]:
-    """Return the options of `head_signals_backward`, like `_forward_tile`."""
+    """Return the options of `head_signals_backward`; the arguments are those of `_forward_tile`."""
 
     def bytes_of(rows: int, width: int, stages: int) -> int:
         operands = 2 * (rows * width + rows * columns + width * columns)
@@ -104,8 +104,8 @@ def forward(x: Tensor, groups: Groups, dtype: torch.dtype) -> tuple[Tensor, ...]
         dtype: dtype of the operands of products.
 
     Returns:
-        The signals of three groups, `[..., columns]` or empty; steps of the group "decay-step", or empty; and what all
-        activations receive, `[rows, all columns]`. All are float32.
+        The signals of three groups, `[..., columns]` or empty; steps of the group "decay-step", or empty; and the
+        inputs of all activations, `[rows, all columns]`. All are float32.
     """
     tokens, sizes, width = rows_of(x), groups.sizes(), x.shape[-1]
     rows, first = tokens.shape[0], groups.log_rates[0]
@@ -146,7 +146,7 @@ def backward(
         dtype: dtype of the operands of products.
 
     Returns:
-        The gradient of x, and in one vector those of all weights, what activations receive, and log-rates.
+        The gradient of x, and in one vector those of all weights, inputs of activations, and log-rates.
     """
     tokens, width, total = rows_of(x), x.shape[-1], raw.shape[1]
     rows, padded = tokens.shape[0], _dot_columns(total)

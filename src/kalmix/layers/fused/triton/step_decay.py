@@ -20,6 +20,7 @@ MAX_PARTIALS = 64  # programs of the backward pass per block of columns; each ad
 def step_decay_forward(
     x, bias, log_rate, y, rows, stride, C: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
+    """Compute the log-decays of a block of rows and columns."""
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside, at = column < C, row.to(tl.int64)[:, None]
     mask = (row < rows)[:, None] & inside[None, :]

@@ -17,11 +17,13 @@ TURN = tl.constexpr(6.283185307179586)
 
 @triton.jit
 def _load(parameters, head):
+    """Load the parameter of a head."""
     return tl.load(parameters + head).to(tl.float32)
 
 
 @triton.jit
 def _positive(raw, KNEE: tl.constexpr):
+    """Return the positive number of a logarithm; see `positive`."""
     size = tl.abs(raw)
     slow = KNEE * (1.0 + tl.log(tl.maximum(size, KNEE) / KNEE))
     slow = tl.where(raw != raw, raw, tl.where(raw < 0.0, -slow, slow))  # NaN stays NaN
@@ -30,6 +32,7 @@ def _positive(raw, KNEE: tl.constexpr):
 
 @triton.jit
 def _softplus(raw):
+    """Compute log(1 + exp(raw)) without cancellation."""
     small = tl.exp(-tl.abs(raw))
     above = 1.0 + small
     # log(1 + small): the quotient cancels the rounding of `above`

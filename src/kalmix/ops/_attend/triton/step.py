@@ -156,7 +156,7 @@ def attend_part(
     SHARED: tl.constexpr, RATIONAL: tl.constexpr, VARIANCE: tl.constexpr, BLOCK: tl.constexpr,
     CHANNELS: tl.constexpr, COLUMNS: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Attend to a part of the past tokens with a key head. Ages of tokens are 1 for the last, 2 for the one before."""
+    """Attend to a part of the past tokens with a key head. The past token before the query's token has age 1."""
     dtype: tl.constexpr = keys.dtype.element_ty
     row, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     source, target = tl.load(read + row).to(tl.int64), tl.load(write + row).to(tl.int64)

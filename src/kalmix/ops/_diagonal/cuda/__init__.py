@@ -1,7 +1,7 @@
 """Kernels of `diagonal` in CUDA C++ that step through the tokens of a tile, for Hopper GPUs.
 
-The Triton kernels wait for loads, and take a third of their instructions for sums over lanes and addresses. In CUDA a
-block loads tokens into shared memory one chunk ahead, and lanes hold slots in an order that makes sums cheap.
+The Triton kernels wait for loads, and spend many instructions on addresses and on sums over lanes. In CUDA a block
+loads tokens into shared memory one chunk ahead, and lanes hold slots in an order that makes sums cheap.
 """
 
 from pathlib import Path

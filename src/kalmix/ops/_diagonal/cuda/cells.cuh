@@ -1,8 +1,8 @@
 // Layout and loads of the kernels of `diagonal` on Hopper.
 //
-// A block takes BLOCK channels with all their slots, and steps through the tokens of a tile. A lane holds 4
-// slots of a channel, as long as the filter runs in registers. All signals of a chunk of tokens are loaded one chunk
-// ahead, and stored in shared memory in float32.
+// A block has BLOCK channels with all their slots, and steps through the tokens of a tile. A lane holds 4 slots of a
+// channel in registers. All signals of a chunk of tokens are loaded one chunk ahead, and stored in shared memory in
+// float32.
 //
 // The lanes of 2 (or 4) adjacent channels hold their 4 slots in different orders: register r of lane l has slot
 // 4 (l % SLOT_LANES) + (r ^ order(l)). So a sum over these channels that leaves one slot per lane needs no selects.

@@ -19,9 +19,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in t
 def backward_tile_size(length: int, blocks: int, multiprocessors: int) -> int:
     """Return the tokens per tile of the backward pass.
 
-    A multiprocessor runs one block of `backward.cu` at a time. With several tiles per sequence, computing their maps
-    takes half as long as the gradients. So there is one tile per sequence, unless
-    this leaves too much of the GPU idle.
+    A multiprocessor runs one block of `backward.cu` at a time. With several tiles per sequence, other kernels must
+    first compute the maps of the tiles. So there is one tile per sequence, unless this leaves too much of the GPU idle.
 
     Args:
         length: tokens per sequence.
@@ -31,7 +30,8 @@ def backward_tile_size(length: int, blocks: int, multiprocessors: int) -> int:
     chunks = -(-length // CHUNK)
 
     def cost(tiles: int) -> float:
-        """Return the time in chunks of a block."""
+        """Return the time of the backward pass, in times of one block for one chunk."""
+        # The maps of a chunk take about half as long as its gradients.
         maps = 0.5 * chunks * blocks / multiprocessors if tiles > 1 else 0.0
         return -(-tiles * blocks // multiprocessors) * -(-chunks // tiles) + maps
 
