@@ -14,7 +14,7 @@ from kalmix.distributed import ops
 from kalmix.errors import ArgumentError
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
-from kalmix.layers.parametrize import VARIANCES, DecayStep, NoiseVariance, StepDecay
+from kalmix.layers.parametrize import VARIANCES, NoiseVariance, StepDecay
 from kalmix.layers.signal_groups import decay_signal, fused_signals, noise_signal
 from kalmix.types import Filtered, replace_fields
 from kalmix.validation import check_positive_int
@@ -136,29 +136,31 @@ class BayesianLayer(MemoryLayer):
         With one decay per head, log-decays are `[B, T, G]`. The groups of a head share all but the observation noise.
         """
         width = self.sizes.key_width
-        decay, process_noise, obs_noise = self._per_token(x)
-        log_decay = decay.log_decay
+        log_decay, angle, process_noise, obs_noise = self._per_token(x)
         if self.decays_per_head == 1 < width:
             log_decay = log_decay.squeeze(-1)
         elif self.decays_per_head < width:
             log_decay = log_decay.repeat_interleave(width // self.decays_per_head, dim=-1)
-        shared = {"log_decay": log_decay, "angle": decay.angle, "process_noise": process_noise}
+        shared = {"log_decay": log_decay, "angle": angle, "process_noise": process_noise}
         signals = {name: signal for name, signal in shared.items() if signal is not None}
         if self.groups > 1:
             signals = {name: signal.repeat_interleave(self.groups, dim=2) for name, signal in signals.items()}
         return signals | {"obs_noise": obs_noise}
 
-    def _per_token(self, x: Tensor) -> tuple[DecayStep, Tensor, Tensor]:
-        """Return decays and angles, process noises and observation noises."""
+    def _per_token(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Return log-decays, angles (`None` without rotations), process noises and observation noises."""
         noises = noise_signal(self.process_noise), noise_signal(self.obs_noise)
         if not self.rotations:
             fused = fused_signals(x, decay_signal(self.decay), *noises)
             if fused is not None:  # the kernel for decoding also multiplies steps and rates
-                return DecayStep(fused[0].view(*x.shape[:2], *self.decay.rates), fused[0], None), fused[1], fused[2]
+                return fused[0].view(*x.shape[:2], *self.decay.rates), None, fused[1], fused[2]
         fused = fused_signals(x, decay_signal(self.decay, "softplus"), *noises)
-        if fused is not None:
-            return self.decay.apply_rates(fused[0]), fused[1], fused[2]
-        return self.decay(x), self.process_noise(x), self.obs_noise(x)
+        if fused is None:
+            decay, process_noise, obs_noise = self.decay(x), self.process_noise(x), self.obs_noise(x)
+        else:
+            step, process_noise, obs_noise = fused
+            decay = self.decay.apply_rates(step)
+        return decay.log_decay, decay.angle, process_noise, obs_noise
 
     def op(self, q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Filtered:
         """Call `kalmix.ops.dense`; with rotations, append the hidden half of q and k, which is 0."""
