@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from kalmix.layers.fused import HeadSignal, can_fuse, head_signals
+from kalmix.layers.fused import HeadSignal, can_fuse_signals, head_signals
 from kalmix.layers.modules import is_plain
 from kalmix.layers.parametrize import NoiseVariance, StepDecay, StepDynamics
 from kalmix.types import replace_fields
@@ -44,7 +44,7 @@ def decay_signal(decay: nn.Module | None, kind: str = "decay") -> HeadSignal | N
 def fused_signals(x: Tensor, *groups: HeadSignal | None) -> list[Tensor] | None:
     """Return `head_signals` of tokens `[B, T, D]`; `None` if a group is `None` or no kernel fits."""
     signals = [signal for signal in groups if signal is not None]
-    if len(signals) < len(groups) or not can_fuse(x, signals):
+    if len(signals) < len(groups) or not can_fuse_signals(x, signals):
         return None
     tensors = [tensor for s in signals for tensor in (s.weight, s.bias, s.log_rate) if tensor is not None]
     return head_signals(x, signals) if all(type(tensor) in _PLAIN_PARAMETERS for tensor in tensors) else None

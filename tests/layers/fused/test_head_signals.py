@@ -11,7 +11,7 @@ from forms import DEVICE, check_second_derivatives, compare_forms, form
 from torch import Tensor
 
 from kalmix.layers import MIXERS
-from kalmix.layers.fused import HeadSignal, can_fuse, cell_dynamics, head_signals, step_decay
+from kalmix.layers.fused import HeadSignal, can_fuse_signals, cell_dynamics, head_signals, step_decay
 from kalmix.layers.fused.triton import head_signals_launch
 from kalmix.layers.signal_groups import fused_signals, linear_signal
 
@@ -88,7 +88,7 @@ def test_signals_and_gradients_agree_with_float64(groups, rows):
     x, signals = torch.randn(2, rows, 40, device=DEVICE).bfloat16(), parameters(GROUPS[groups], 40)
     x, fused = leaves_of(x, signals, None)
     with form("triton"), torch.autocast(DEVICE, torch.bfloat16):
-        assert can_fuse(x, fused)
+        assert can_fuse_signals(x, fused)
         found = outputs_and_gradients(x, fused, head_signals(x, fused))
     rounded = [HeadSignal(s.kind, s.weight.bfloat16(), *s[2:]) for s in signals]
     exact_x, copies = leaves_of(x, rounded, torch.float64)
@@ -102,9 +102,9 @@ def test_decoding_has_the_precision_of_float32_and_expands_decays(keys):
     torch.manual_seed(0)
     x, signals = torch.randn(3, 1, 40, device=DEVICE), parameters((("decay", 5), ("softplus", 2)), 40, keys)
     with form("triton"):
-        assert can_fuse(x, signals)
+        assert can_fuse_signals(x, signals)
         found = head_signals(x, signals)
-        assert not can_fuse(x.requires_grad_(), signals)
+        assert not can_fuse_signals(x.requires_grad_(), signals)
     for y, z in zip(found, exact(x, signals), strict=True):
         torch.testing.assert_close(y, z, rtol=1e-5, atol=1e-6)
 
@@ -191,7 +191,7 @@ def test_compiled_training():
     names, found = set(), []
 
     def function(x: Tensor, *groups: HeadSignal) -> list[Tensor]:
-        return head_signals(x, groups) if can_fuse(x, groups) else exact(x, groups)
+        return head_signals(x, groups) if can_fuse_signals(x, groups) else exact(x, groups)
 
     def record(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
         names.update(str(node.target) for node in graph.graph.nodes)

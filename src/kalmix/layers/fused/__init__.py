@@ -14,7 +14,7 @@ from kalmix.layers.fused.convolution_step import short_convolution_step as short
 from kalmix.layers.fused.cross_entropy import linear_cross_entropy as linear_cross_entropy
 from kalmix.layers.fused.gating import swiglu as swiglu
 from kalmix.layers.fused.head_signals import HeadSignal as HeadSignal
-from kalmix.layers.fused.head_signals import can_fuse as can_fuse
+from kalmix.layers.fused.head_signals import can_fuse_signals as can_fuse_signals
 from kalmix.layers.fused.head_signals import head_signals as head_signals
 from kalmix.layers.fused.positive import positive as positive
 from kalmix.layers.fused.precision import softplus_precision as softplus_precision

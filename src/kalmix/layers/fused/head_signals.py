@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
-from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.layers.fused.dispatch import STEP_ROWS, uses_triton
 from kalmix.ops._shared.custom_op import custom_op, needs_grad, with_launch_cache, without_dispatcher
 
 MAX_GROUPS = 3
 MAX_COLUMNS = 128  # of all groups
-STEP_ROWS = 64  # largest number of tokens of the kernel for decoding
 HALF = (torch.bfloat16, torch.float16)
 
 
@@ -44,12 +43,12 @@ class HeadSignal(NamedTuple):
     constant: float = 1.0
 
     @property
-    def keys(self) -> int:
+    def decays_per_column(self) -> int:
         """Number of decays per column."""
         return 1 if self.log_rate is None else self.log_rate.numel() // self.weight.shape[0]
 
 
-def can_fuse(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
+def can_fuse_signals(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
     """Return whether `head_signals` accepts these arguments; otherwise compute signals with PyTorch.
 
     Products in half precision are fused. In decoding, those in float32 are fused, too.
@@ -63,10 +62,10 @@ def can_fuse(x: Tensor, signals: Sequence[HeadSignal]) -> bool:
     if stored == torch.float64 or not (stored == x.dtype or _autocasts(x.device.type)):
         return False
     if torch.compiler.is_compiling():
-        return dtype in HALF and all(signal.keys == 1 for signal in signals)
+        return dtype in HALF and all(signal.decays_per_column == 1 for signal in signals)
     parameters = [tensor for signal in signals for tensor in (signal.weight, signal.bias, signal.log_rate)]
     decodes = x.numel() <= STEP_ROWS * x.shape[-1] and not needs_grad(x, *parameters)
-    return decodes or (dtype in HALF and all(signal.keys == 1 for signal in signals))
+    return decodes or (dtype in HALF and all(signal.decays_per_column == 1 for signal in signals))
 
 
 def head_signals(x: Tensor, signals: Sequence[HeadSignal]) -> list[Tensor]:
@@ -74,7 +73,7 @@ def head_signals(x: Tensor, signals: Sequence[HeadSignal]) -> list[Tensor]:
 
     Args:
         x: `[..., D]`.
-        signals: up to three groups of columns, for which `can_fuse` returns True.
+        signals: up to three groups of columns, for which `can_fuse_signals` returns True.
 
     Returns:
         One tensor `[..., columns]` per group, or two for "decay-step", in float32. Sums are in float32, also under

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from kalmix.layers.fused.dispatch import STEP_ROWS
 from kalmix.layers.fused.triton.head_signals import (
     head_signals_backward,
     head_signals_forward,
@@ -24,7 +25,6 @@ FORWARD = {"BM": 64, "BD": 128, "num_warps": 4, "num_stages": 3}  # tokens and i
 BACKWARD = {"BM": 64, "BD": 128, "num_warps": 8, "num_stages": 3}
 GRADIENT_ROWS = 64  # tokens of a program of `head_signals_gradients`
 PROGRAMS = 264  # of the backward pass, about two for each multiprocessor of an H100; their sums are stored
-STEP_ROWS = 64  # largest number of tokens of the kernel for decoding
 STEP = {"NB": 4, "MAX_BD": 1024, "num_warps": 4}  # columns and input columns of its tile
 KINDS = {"": 0, "sigmoid": 1, "squared": 2, "softplus": 3, "decay": 4, "decay-step": 5}
 
