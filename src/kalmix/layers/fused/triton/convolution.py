@@ -198,8 +198,8 @@ def sum_head(x, P: tl.constexpr):
 
 
 @triton.jit
-def are_of(sequence, sequences):
-    """Return whether there is a sequence, and all tokens are of it."""
+def are_in_sequence(sequence, sequences):
+    """Return whether all tokens, given their `sequences`, are in `sequence`; False if that is -1, for none."""
     same = sequence >= 0
     for i in tl.static_range(len(sequences)):
         same = same & (sequences[i] == sequence)
@@ -249,7 +249,7 @@ def _slide(
         sequences = load_sequences(ids, start, length, UNROLL, PACKED)
         at = y + tl.cast(start, tl.int64) * WIDTH
         if PACKED:
-            if are_of(previous, sequences):
+            if are_in_sequence(previous, sequences):
                 one, two, three = _compute_tokens(
                     values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
                     parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, False, STATE, PTX,

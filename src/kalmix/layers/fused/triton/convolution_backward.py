@@ -8,7 +8,7 @@ import triton.language as tl
 from kalmix.layers.fused.triton.activation import activation_and_slope
 from kalmix.layers.fused.triton.convolution import (
     UNSPECIALIZED,
-    are_of,
+    are_in_sequence,
     choose,
     convolve,
     load_history,
@@ -116,7 +116,7 @@ def _slide(
         at = dx + tl.cast(start, tl.int64) * C
         least, most = first - start + S - 1, end - start + S - 1
         if PACKED:
-            if are_of(id1, sequences) & (id2 == id1) & (id3 == id1):
+            if are_in_sequence(id1, sequences) & (id2 == id1) & (id3 == id1):
                 one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                     values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
                     (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,

@@ -72,8 +72,8 @@ class ConvolutionInputs(NamedTuple):
         return self.x.shape[0] if self.rows is None else self.rows.shape[0]
 
     @property
-    def numbers(self) -> tuple[float, float]:
-        """Arguments of kernels that scale queries and keys."""
+    def norm_arguments(self) -> tuple[float, float]:
+        """Length of queries and `eps`: the last arguments of kernels that scale queries and keys."""
         return self.columns.norm.query_length, self.columns.norm.eps
 
     def or_placeholder(self, tensor: Tensor | None) -> Tensor:
@@ -135,7 +135,7 @@ def forward(inputs: ConvolutionInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     Launch(
         kernels.forward_kernel,
         (chunks * constants["BLOCKS"], batch),
-        (x, inputs.weight, bias, state, rows, ids, q, k, v, *places, *inputs.numbers),
+        (x, inputs.weight, bias, state, rows, ids, q, k, v, *places, *inputs.norm_arguments),
         constants,
     ).run()
     if taps > 1 and inputs.sequences:
@@ -171,7 +171,7 @@ def backward(
     Launch(
         backward_kernels.backward_kernel,
         (chunks * constants["BLOCKS"], batch),
-        (*tensors, length, chunk, x.stride(0), x.stride(1), *inputs.numbers),
+        (*tensors, length, chunk, x.stride(0), x.stride(1), *inputs.norm_arguments),
         constants,
     ).run()
     dstate = x.new_empty(0 if inputs.state is None else inputs.state.shape)
@@ -182,7 +182,7 @@ def backward(
         Launch(
             backward_kernels.state_backward_kernel,
             (inputs.sequences, inputs.blocks(constants["BLOCK"])),
-            (x, weight, bias, state, rows, dq, dk, dv, final, dx, dstate, *places, *inputs.numbers),
+            (x, weight, bias, state, rows, dq, dk, dv, final, dx, dstate, *places, *inputs.norm_arguments),
             constants,
         ).run()
     return dx, dweight.sum(0).to(weight.dtype), dbias.sum(0).to(bias.dtype), dstate
