@@ -162,13 +162,13 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         q, k, v = self.project(x)
         with torch.autocast(x.device.type, enabled=False):
             parameters = attend_parameters(v, self.dynamics, self.robust_weights)
-            dynamics = state_dynamics = Dynamics(*(parameters[name] for name in Dynamics._fields))
+            state_dynamics = Dynamics(*(parameters[name] for name in Dynamics._fields))
             value_dynamics = None
             if self.value_dynamics is not None:
                 value_dynamics = state_dynamics = Dynamics(**attend_parameters(v, self.value_dynamics, None))
             filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
             is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction
-            if is_plain and can_fuse_step(v, (self.residual, *dynamics)):
+            if is_plain and can_fuse_step(v, (self.residual, *state_dynamics)):
                 predicts = None if self.predict is None else state_dynamics
                 mean = predict_step(filtered.mean, v, self.residual, predicts)
             else:
@@ -177,8 +177,9 @@ class AdaptiveFilterAttention(TrajectoryLayer):
 
     @property
     def overrides_prediction(self) -> bool:
-        """Whether a subclass predicts states in another way."""
-        return type(self).predict_state is not AdaptiveFilterAttention.predict_state
+        """Whether a subclass mixes estimates or predicts states in another way."""
+        own, plain = type(self), AdaptiveFilterAttention
+        return own.predict_state is not plain.predict_state or own.mix_residual is not plain.mix_residual
 
     def attention_map(self, x: Tensor, times: Tensor | None = None) -> Tensor:
         """Return a map for each head; see `TrajectoryLayer.attention_map`.

@@ -84,6 +84,23 @@ def test_both_forms_of_a_step_apply_the_control():
     torch.testing.assert_close(results[0], layer(x)[0], rtol=1e-5, atol=1e-6)
 
 
+class OwnValues(AdaptiveFilterAttention):
+    """Layer that ignores estimates."""
+
+    def mix_residual(self, filtered, v):
+        return super().mix_residual(filtered._replace(mean=torch.zeros_like(v)), v)
+
+
+def test_both_forms_of_a_step_call_mix_residual_of_a_subclass():
+    torch.manual_seed(0)
+    layer, row = OwnValues(12, heads=2, head_dim=3).to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    x = torch.randn(1, 1, 12, device=DEVICE)
+    for name in ("eager", "triton"):
+        with form(name):
+            result = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
+        torch.testing.assert_close(result, layer(x)[0], rtol=1e-5, atol=1e-6)
+
+
 def test_a_step_reads_the_present_parameters():
     """A step stores nothing that depends on parameters."""
     torch.manual_seed(0)
