@@ -211,8 +211,8 @@ class StepDecay(nn.Module):
 
     def log_decay(self, x: Tensor) -> Tensor:
         """Return the log-decays of tokens `[B, T, D]`, without steps and angles."""
-        dynamics = self.dynamics
-        if math.prod(self.steps) % math.prod(self.rates) or not is_plain(dynamics, StepDynamics):
+        dynamics, is_divisible = self.dynamics, math.prod(self.steps) % math.prod(self.rates) == 0
+        if not (is_divisible and is_plain(self, StepDecay) and is_plain(dynamics, StepDynamics)):
             return self(x).log_decay
         return step_decay(self.proj(x), dynamics.step_bias, dynamics.log_rate).unflatten(-1, self.steps)
 

@@ -178,6 +178,16 @@ def test_modules_with_hooks_are_called():
         layer.signals(x)
 
 
+@pytest.mark.parametrize("name", ["gated-deltanet", "kda"])
+def test_hooks_of_decays_are_called(name):
+    layer, x, calls = MIXERS[name](16, heads=2).to(DEVICE), torch.randn(1, 1, 16, device=DEVICE), []
+    layer.decay.register_forward_hook(lambda *_: calls.append(1))
+    for each in ("eager", "triton"):
+        with form(each), torch.no_grad():
+            layer.signals(x)
+    assert len(calls) == 2
+
+
 def test_wrong_dtypes_are_refused_as_by_linear_layers():
     layer = MIXERS["gated-deltanet"](16, heads=2).to(DEVICE)
     with form("triton"), pytest.raises(RuntimeError, match="dtype"):
