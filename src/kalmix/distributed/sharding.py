@@ -49,7 +49,7 @@ def shard_dynamics(model: nn.Module, mesh: DeviceMesh | None = None) -> None:
 
 
 def start_in_float32(model: nn.Module, names: Collection[str]) -> list[nn.Module]:
-    """Give the named modules of a new model float32 parameters where those have 16 bits; return the modules.
+    """Convert 16-bit parameters of the named modules to float32, in place, in a new model; return the modules.
 
     Args:
         model: model that was built under any default dtype, such as that of `from_config(config, dtype=...)`.

@@ -48,8 +48,8 @@ class BayesianLayer(MemoryLayer):
         groups: number of observation noises per head, each for V / groups value columns. Each group has its own
             covariance.
         decays_per_head: number of rates per head, or "key" for K; each serves K / `decays_per_head` adjacent columns of
-            the keys. It must divide K. Default: 1, with rotations "key", which they need. The paper has "key"; kernels
-            on a GPU are faster for 1.
+            the keys. It must divide K. Default: 1; "key" with rotations, which require it. The paper has "key";
+            kernels on a GPU are faster for 1.
         rotations: whether the rows of the memory rotate in pairs. If so, the memory has R = 2 K rows: row j rotates
             with row j + K, and keys and queries multiply the first K rows only. Otherwise R = K.
         conv: taps of the causal convolution over q, k and v, before SiLU; 0 for SiLU only.
@@ -178,7 +178,7 @@ def count_rates(decays_per_head: int | str | None, width: int, rotations: bool) 
         rotations: whether there is a frequency for each rate.
 
     Raises:
-        ArgumentError: it is neither "key" nor a number that divides `width`, or there are rotations and it is less.
+        ArgumentError: it is neither "key" nor a number that divides `width`, or with rotations it is not `width`.
     """
     chosen = ("key" if rotations else 1) if decays_per_head is None else decays_per_head
     rates = width if chosen == "key" else chosen

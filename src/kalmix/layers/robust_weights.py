@@ -58,7 +58,7 @@ def attend_parameters(x: Tensor, dynamics: StateDynamics, weights: RobustWeights
     One kernel computes them on a GPU.
 
     Args:
-        x: tokens of the step.
+        x: any signal of the step; its dtype and device count.
         dynamics: dynamics of keys or of values.
         weights: parameters of the weights; `None` for the dynamics only.
     """

@@ -13,14 +13,14 @@ _PLAIN_PARAMETERS = (Tensor, nn.Parameter)  # no subclasses, such as quantized o
 
 
 def linear_signal(module: nn.Module | None, kind: str, constant: float = 1.0) -> HeadSignal | None:
-    """Return the signal activation(module(x)); `None` if the module is not a plain linear layer."""
+    """Return the `HeadSignal` of activation(module(x)); `None` if the module is not a plain linear layer."""
     if not isinstance(module, nn.Linear) or not is_plain(module, nn.Linear):
         return None
     return HeadSignal(kind, module.weight, module.bias, None, constant)
 
 
 def noise_signal(noise: nn.Module) -> HeadSignal | None:
-    """Return the variances of a `NoiseVariance`; `None` if it has parts that must be called."""
+    """Return the `HeadSignal` of the variances of a `NoiseVariance`; `None` if it has parts that must be called."""
     if not isinstance(noise, NoiseVariance) or not is_plain(noise, NoiseVariance):
         return None
     signal = linear_signal(noise.proj, "softplus", noise.floor)
@@ -28,9 +28,9 @@ def noise_signal(noise: nn.Module) -> HeadSignal | None:
 
 
 def decay_signal(decay: nn.Module | None, kind: str = "decay") -> HeadSignal | None:
-    """Return the log-decays of a `StepDecay`; its steps for the kind "softplus"; or both for "decay-step".
+    """Return the `HeadSignal` of a `StepDecay`; `None` if it has parts that must be called.
 
-    Return `None` if it has parts that must be called.
+    The kind "decay" gives log-decays, "softplus" gives steps, and "decay-step" gives both.
     """
     if not isinstance(decay, StepDecay) or not is_plain(decay, StepDecay):
         return None

@@ -99,7 +99,7 @@ class BothCacheNames:
         return super().get(_key(key), default)  # pyright: ignore
 
 
-# The other name is that of a field of the dataclass, which must not be a property.
+# Only the name that is not a field of the dataclass becomes a property.
 setattr(BothCacheNames, OLD if CACHE_NAME == NEW else NEW, property(cache_of))
 
 

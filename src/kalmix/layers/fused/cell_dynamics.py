@@ -22,7 +22,7 @@ def cell_dynamics(
         log_rate: logarithm of the rate a; see `positive`.
         log_step: logarithm of the step s, in the shape and dtype of `log_rate`.
         log_diffusion: logarithm of the diffusion c; `None` for 0.
-        zero_order_hold: which of both process noises to return.
+        zero_order_hold: return the process noise c s instead of the exact one.
 
     Returns:
         Two tensors in the shape and dtype of the inputs.

@@ -19,8 +19,8 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precisi
 # factor is itself a product of another width.
 BLOCK = 64
 SUBTILE = 16  # tokens per subtile, for decays per key
-# The fastest options that agreed with float64: in half precision, in float32. With 32 columns, Triton 3.6 miscompiles
-# `fold_decays` on Hopper.
+# In half precision, and in float32: the fastest options that agreed with float64. With 32 columns, Triton 3.6
+# miscompiles `fold_decays` on Hopper.
 FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
