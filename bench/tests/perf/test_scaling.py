@@ -24,7 +24,7 @@ def rows(folder):
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one_process_by_every_method(tmp_path):
+def test_two_ranks_equal_one_process_with_every_method(tmp_path):
     done = run("check", "--layers", "gated-deltanet,recurrent-afa", "--output", tmp_path)
     assert done.returncode == 0, done.stderr
     found = {(row["layer"], row["method"]): row for row in rows(tmp_path)}
@@ -34,7 +34,7 @@ def test_two_ranks_equal_one_process_by_every_method(tmp_path):
 
 
 @pytest.mark.slow
-def test_speed_has_a_row_per_method_and_keeps_rows(tmp_path):
+def test_speed_writes_a_row_per_method_and_repeats_none(tmp_path):
     options = ("--models", "gated-deltanet-toy", "--batch", 1, "--length", 32, "--long", 64, "--steps", 1)
     for _ in range(2):
         done = run("speed", *options, "--output", tmp_path)
@@ -44,7 +44,7 @@ def test_speed_has_a_row_per_method_and_keeps_rows(tmp_path):
     assert found["fsdp2"]["tokens"] == 64 and found["context"]["tokens"] == 64 and found["one"]["tokens"] == 32
 
 
-def test_a_wrong_gradient_is_found():
+def test_wrong_gradients_are_found():
     model = torch.nn.Linear(2, 1)
     model(torch.ones(1, 2)).sum().backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
@@ -53,6 +53,24 @@ def test_a_wrong_gradient_is_found():
     model.weight.grad *= 1.01
     error, where = check.error_of(model, torch.tensor(1.0), expected)
     assert where == "weight" and error == pytest.approx(0.01, rel=1e-3)
+    model.bias.grad.fill_(torch.nan)
+    assert check.error_of(model, torch.tensor(1.0), expected) == (float("inf"), "bias")
+
+
+@pytest.mark.parametrize(
+    ("program", "options", "name"),
+    [
+        (check, ["--methods", "ddp;fsdp"], "fsdp"),
+        (check, ["--layers", "kla,gated"], "gated"),
+        (speed, ["--methods", "one,fsdp"], "fsdp"),
+        (speed, ["--models", "kla-340m,kla-2b"], "kla-2b"),
+    ],
+)
+def test_unknown_names_are_refused(program, options, name, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["program", *options])
+    with pytest.raises(SystemExit, match="2"):
+        program.main()
+    assert f"{options[0]} has '{name}'; expected some of [" in capsys.readouterr().err
 
 
 def test_packed_labels_stay_inside_documents():

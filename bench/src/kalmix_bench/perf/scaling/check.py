@@ -5,13 +5,14 @@
 
 Each layer is tried in a model of two blocks, in float32: DDP, FSDP2, tensor parallelism by heads, context parallelism
 in both layouts, whole and packed, and context parallelism with FSDP2 if the number of ranks is even. Writes one row per
-layer and method, and exits with 1 if an error exceeds the bound. Without GPUs the program needs no CUDA.
+layer and method, and exits with 1 if an error exceeds the bound. NaN and infinity count as an infinite error.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -28,7 +29,7 @@ from kalmix import ArgumentError, Segments
 from kalmix.distributed import ContextParallel, gather_heads, shard_dynamics, shard_heads
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix_bench.perf.scaling.group import largest, make_mesh, process_group, summed
+from kalmix_bench.perf.scaling.group import check_names, largest, make_mesh, process_group, summed
 
 BOUND = 1e-5  # largest relative error of the loss and of a gradient, in float32
 WORDS, LENGTH = 61, 48  # vocabulary; tokens of a row per rank
@@ -100,7 +101,7 @@ def expect(model: nn.Module, data: Data, segments: Segments | None = None) -> Ex
 
 
 def error_of(model: nn.Module, loss: Tensor, expected: Expected) -> tuple[float, str]:
-    """Return the largest relative error of the loss and of all gradients of this rank, and where it is."""
+    """Return the largest relative error of the loss and the gradients of this rank, and the name of its tensor."""
     errors = [(float((loss - expected.loss).abs() / expected.loss.abs()), "loss")]
     found = gradients_of(model)
     for name, reference in expected.gradients.items():
@@ -109,7 +110,7 @@ def error_of(model: nn.Module, loss: Tensor, expected: Expected) -> tuple[float,
             errors.append((0.0 if reference is got else float("inf"), name))
         else:
             errors.append((float((got - reference).norm() / reference.norm().clamp(min=1e-3)), name))
-    return max(errors)
+    return max((error if math.isfinite(error) else math.inf, name) for error, name in errors)
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor | None]:
@@ -215,7 +216,8 @@ CHECKS: dict[str, Callable[..., tuple[float, str]]] = {
 
 
 def check(layer: str, method: str, device: torch.device) -> dict[str, Any]:
-    """Return the row of a layer and a method: the largest error of all ranks, or why the layer refuses."""
+    """Return the row of a layer and a method: the largest error of all ranks, the tensor with the largest error of this
+    rank, or the reason why the layer refuses."""
     begin, row = time.perf_counter(), {"layer": layer, "method": method, "ranks": distributed.get_world_size()}
     try:
         error, where = CHECKS[method](layer, device)
@@ -234,6 +236,8 @@ def main() -> int:
     parser.add_argument("--methods", default=";".join(CHECKS), help="methods, separated by semicolons")
     parser.add_argument("--output", type=Path, help="folder for results.jsonl")
     arguments = parser.parse_args()
+    check_names(parser, "--layers", arguments.layers.split(","), [*MIXERS, "hybrid"])
+    check_names(parser, "--methods", arguments.methods.split(";"), CHECKS)
     wrong = 0
     with process_group() as device:
         first = distributed.get_rank() == 0

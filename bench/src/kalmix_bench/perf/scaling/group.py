@@ -1,9 +1,10 @@
-"""Process group of a program that torchrun starts: its device, meshes, and sums over ranks."""
+"""Process group of a program that torchrun starts: its device, meshes, and sums over ranks; its options."""
 
 from __future__ import annotations
 
+import argparse
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 @contextmanager
 def process_group() -> Iterator[torch.device]:
-    """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; give this rank's device."""
+    """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; yield this rank's device."""
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
@@ -23,6 +24,13 @@ def process_group() -> Iterator[torch.device]:
         yield device
     finally:
         distributed.destroy_process_group()
+
+
+def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], accepted: Iterable[str]) -> None:
+    """Check that an option has known names only; otherwise end the program with status 2."""
+    known = list(accepted)
+    if unknown := [name for name in names if name not in known]:
+        parser.error(f"{option} has {unknown[0]!r}; expected some of {known}")
 
 
 def make_mesh(device: torch.device, *sizes: int, names: tuple[str, ...] | None = None) -> DeviceMesh:

@@ -27,10 +27,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kalmix.distributed import ContextParallel, shard_dynamics
+from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.training.provenance import provenance
-from kalmix_bench.perf.scaling.group import largest, make_mesh, process_group
+from kalmix_bench.perf.scaling.group import check_names, largest, make_mesh, process_group
 
 WORDS = 32000
 SIZES = {"340m": (1024, 24), "1b": (2048, 16), "toy": (64, 2)}  # width and blocks; KLA has more blocks
@@ -80,7 +81,7 @@ class Run:
         method: one of `METHODS`.
         setting: sizes.
         device: device of this rank.
-        checkpointing: whether blocks are computed again in the backward pass.
+        checkpointing: whether the backward pass computes the blocks again.
     """
 
     def __init__(self, name: str, method: str, setting: Setting, device: torch.device, checkpointing: bool) -> None:
@@ -166,7 +167,7 @@ def measure(run: Run, alone: bool) -> dict[str, Any]:
 
 
 def attempt(name: str, method: str, setting: Setting, device: torch.device) -> dict[str, Any]:
-    """Return a row; with activation checkpointing if memory does not suffice without."""
+    """Return a row, with activation checkpointing if the memory does not suffice without it."""
     alone = method in ("one", "context one")
     for checkpointing in (False, True):
         row: dict[str, Any] | None = None
@@ -191,7 +192,7 @@ def attempt(name: str, method: str, setting: Setting, device: torch.device) -> d
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
-    """Return the table of rows, with the ratio to one GPU."""
+    """Return the table of rows, with ratios of tokens per second to one GPU."""
     shown = Table("model", "method", "GPUs", "tokens a step", "tokens/s", "ms a step", "peak GiB", "against one GPU")
     base = {(row["model"], row["method"]): row for row in rows if row["status"] == "ok"}
     for row in rows:
@@ -233,6 +234,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/scaling"), help="folder for results.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the output folder; run nothing")
     arguments = parser.parse_args()
+    check_names(parser, "--methods", arguments.methods.split(","), METHODS)
+    mixers = [f"{mixer}-{size}" for mixer in (*MIXERS, "hybrid") for size in SIZES]
+    check_names(parser, "--models", arguments.models.split(","), mixers)
     path, console = arguments.output / "results.jsonl", Console(width=140)
     if arguments.report:
         console.print(table(read_rows(path)))
