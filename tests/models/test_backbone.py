@@ -255,7 +255,7 @@ def test_parameters_that_stay_in_float32_exist():
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_dynamics_of_new_models_have_at_least_float32(dtype):
-    """As those of loaded models; `from_config` sets the default dtype, in which all other parameters are."""
+    """Dynamics of loaded models have it too. All other parameters have the dtype that `from_config` receives."""
     model = AutoModelForCausalLM.from_config(build("filters").config, dtype=dtype)
     kept = {name: x.dtype for name, x in model.named_parameters() if "dynamics" in name}
     assert len(kept) > 4 and set(kept.values()) == {torch.promote_types(dtype, torch.float32)}

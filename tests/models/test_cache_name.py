@@ -43,7 +43,7 @@ def no_warnings(monkeypatch):
     assert not [text for text in logged if "deprecated" in text]
 
 
-def test_transformers_calls_the_cache_by_our_name_of_it():
+def test_cache_name_is_that_of_the_installed_transformers():
     assert CACHE_NAME in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
     assert CACHE_NAME in CausalLMOutputWithPast(**{CACHE_NAME: 1})
     assert cache_of(CausalLMOutputWithPast(**{CACHE_NAME: 1})) == 1
@@ -100,7 +100,7 @@ def test_outputs_answer_to_both_names(model_class):
 
 @torch.no_grad()
 def test_copies_of_outputs_keep_the_cache():
-    """As pickle, accelerate's mixed precision, FSDP and the trees of PyTorch make them."""
+    """Pickle, accelerate's mixed precision, FSDP and the trees of PyTorch copy outputs."""
     model, ids = build("hybrid"), tokens(2, 6)
     output = model(ids, output_beliefs=True)
     leaves, structure = torch.utils._pytree.tree_flatten(output, is_leaf=lambda x: x is output.cache)

@@ -51,8 +51,9 @@ def test_steps_add_residuals_later_and_count_tokens(hook):
     torch.manual_seed(0)
     specs = layer_specs(["gated-deltanet", "kla", "attention", "gated-deltanet"], 16, heads=2)
     stack, x = BlockStack(Block(16, spec) for spec in specs).eval(), torch.randn(2, 9, 16)
+    calls = []
     if hook:
-        stack[1].norm.register_forward_hook(lambda *_: None)
+        stack[1].norm.register_forward_hook(lambda *_: calls.append(1))
     layers = [StaticBeliefLayer(12) for _ in stack]
     cache, found = CacheOfCall(layers, InputLayout()), []
     with torch.no_grad():
@@ -64,5 +65,6 @@ def test_steps_add_residuals_later_and_count_tokens(hook):
             output = stack(x[:, t : t + 1], cache=cache, output_hidden_states=t == 8)
             found.append(output.hidden_state)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-5)
+    assert len(calls) == (5 if hook else 0)  # the whole, the prompt and three steps
     assert [int(layer.get_seq_length()) for layer in layers] == [9] * 4
     assert len(output.hidden_states) == 4

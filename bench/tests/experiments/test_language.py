@@ -66,7 +66,7 @@ def test_unknown_layers_are_refused(name: str) -> None:
         make_blocks(name, PAPER.main.model)
 
 
-def test_a_layer_takes_options_behind_a_colon() -> None:
+def test_a_layer_takes_options_after_a_colon() -> None:
     size = PAPER.tune.model
     blocks = make_blocks('bayesian+attention:{"decays_per_head": 1}', size)
     assert [block.get("decays_per_head") for block in blocks[:4]] == [1, 1, 1, None]

@@ -241,7 +241,7 @@ def test_layers_without_a_convolution_have_none(name: str) -> None:
     assert set(taps) == ({1} if name == "mamba2-no-conv" else set())  # its bias and activation stay
 
 
-def test_slow_decays_differ_in_initial_rates_alone() -> None:
+def test_slow_decays_have_lower_initial_rates_and_equal_shapes() -> None:
     models = []
     for name in ("bayesian-slow", 'bayesian:{"decays_per_head": 1}'):
         torch.manual_seed(0)

@@ -68,7 +68,7 @@ def test_queries_and_keys_have_unit_length(count, norm, rows):
     compare_forms(part(columns, rows and packing_of(rows)), inputs(columns, sequences=sequences))
 
 
-def test_it_is_the_convolution_and_then_the_norm():
+def test_result_is_that_of_the_convolution_and_the_norm_after_it():
     columns = QueryKeyColumns(8, NORM)
     x, weight, bias, state = (y.double() for y in inputs(columns))
     y, after = short_convolution(x, weight, bias, state, None, "silu")
