@@ -36,7 +36,8 @@ def test_dry_run_uses_no_result_of_a_kernel(case, packed):
     leaves = differentiable(inputs)
     inputs |= {name: x.requires_grad_() for name, x in leaves.items()}
     launches = []
-    with Uninitialised(), dry_run(launches.append):
+    one_thread = torch.autograd.set_multithreading_enabled(False)  # a dry run is of one thread
+    with Uninitialised(), dry_run(launches.append), one_thread:
         total = torch.stack([y.float().sum() for y in outputs(case.run(inputs, segments))]).sum()
         torch.autograd.grad(total, list(leaves.values()))
     if DEVICE == "cuda":
