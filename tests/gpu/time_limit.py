@@ -6,6 +6,7 @@ Environment:
         expected_seconds.json (regular expressions of test ids, with seconds).
     SHORT_PER_LONG: number of short tests between two long ones, so that a run that is ended has run most of them.
     EXCLUDE: regular expression of test ids to leave out.
+    ONLY: file of the test ids to run, such as TAG-not-ended.txt of an earlier run. Default: all.
     SHARE: "i/n" for every n-th test, beginning with the i-th.
 
 A worker whose GPU context is broken ends before its next test, so that xdist starts another one.
@@ -64,7 +65,9 @@ class Order:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         exclude = os.environ.get("EXCLUDE")
+        only = set(Path(file).read_text().splitlines()) if (file := os.environ.get("ONLY")) else None
         chosen = [x for x in items if not (exclude and re.search(exclude, x.nodeid))]
+        chosen = [x for x in chosen if only is None or x.nodeid in only]
         chosen.sort(key=self.seconds, reverse=True)  # stable
         if count := int(os.environ.get("SHORT_PER_LONG", "0")):
             long = [x for x in chosen if self.seconds(x) >= LONG]

@@ -4,8 +4,10 @@
 
 Each share of the problems runs once without the checker, to compile its kernels, because compilers that start under it
 can hang. Then `compute-sanitizer --tool memcheck` runs it without PyTorch's memory cache: each tensor is a separate
-allocation, so the checker finds accesses past its end. Exit status 1 if the checker reports an error, a problem fails,
-or a kernel was never launched. Kernels of steps are not among the problems: run `tests/ops/test_steps.py` under the
+allocation, so the checker finds accesses past its end. Shares are spread over all GPUs. Exit status 1 if the checker
+reports an error, a problem fails, or a kernel was never launched.
+
+Kernels of steps and of `attend_radial` are not among the problems: tests/gpu/memcheck.sh runs their tests under the
 checker. `--share 0/8 --note FILE` runs one share without the checker.
 """
 
@@ -72,11 +74,11 @@ def entry_kernels() -> set[str]:
     """Return the kernels that the host launches.
 
     These are kernels with launch-time integers, and kernels that no other kernel calls or passes on, without those of
-    steps.
+    steps and of `attend_radial`.
     """
     kernels = {}
     for module in pkgutil.walk_packages(ops.__path__, "kalmix.ops."):
-        if ".triton" in module.name and not module.name.endswith(".step"):
+        if ".triton" in module.name and not re.search(r"\.step$|\.radial_", module.name):
             members = vars(import_module(module.name)).values()
             kernels |= {title(x): x for x in members if isinstance(x, JITFunction)}
     bodies = [inspect.getsource(x.fn).split(f"def {x.fn.__name__}(", 1)[1] for x in kernels.values()]
@@ -125,6 +127,12 @@ def check_share(share: str, note: Path, seconds: float, only: str) -> int:
     return 0
 
 
+def visible_gpus() -> list[str]:
+    """Return what `CUDA_VISIBLE_DEVICES` calls each GPU that this process sees."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(i) for i in range(max(1, torch.cuda.device_count()))]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
@@ -139,13 +147,15 @@ def main() -> int:
         return check_share(arguments.share, arguments.note, arguments.seconds, arguments.only)
     checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__]
     options = ["--seconds", str(arguments.seconds), "--only", arguments.only]
+    gpus = visible_gpus()
     with TemporaryDirectory() as folder:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
         for program in ([sys.executable, __file__], checker):
             shares = [
                 subprocess.Popen(
                     [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note), *options],
-                    env=os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+                    env=os.environ
+                    | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]},
                 )
                 for i, note in enumerate(notes)
             ]
