@@ -1,0 +1,65 @@
+"""The lock that gives a timed process the machine alone."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kalmix_bench.perf.host_lock import hold
+
+
+class Holder:
+    """Thread that holds the lock until `end` is set."""
+
+    def __init__(self, *, alone: bool) -> None:
+        self.held, self.end = threading.Event(), threading.Event()
+        self.thread = threading.Thread(target=self._run, args=(alone,), daemon=True)
+        self.thread.start()
+
+    def _run(self, alone: bool) -> None:
+        with hold(alone=alone):
+            self.held.set()
+            self.end.wait(30)
+
+    def finish(self) -> None:
+        self.end.set()
+        self.thread.join(30)
+
+
+@pytest.fixture
+def holder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Holder]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Holder
+
+
+def test_processes_that_prepare_hold_the_lock_together(holder: Callable[..., Holder]) -> None:
+    one, other = holder(alone=False), holder(alone=False)
+    assert one.held.wait(10) and other.held.wait(10)
+    timed = holder(alone=True)
+    assert not timed.held.wait(0.1)
+    one.finish()
+    assert not timed.held.wait(0.1)
+    other.finish()
+    assert timed.held.wait(10)
+    timed.finish()
+
+
+def test_a_process_that_is_timed_does_not_wait_for_later_ones_that_prepare(holder: Callable[..., Holder]) -> None:
+    first = holder(alone=False)
+    assert first.held.wait(10)
+    timed = [holder(alone=True), holder(alone=True)]
+    assert not timed[0].held.wait(0.2)
+    later = holder(alone=False)
+    assert not later.held.wait(0.2)
+    first.finish()
+    for _ in range(2):
+        (now,) = [x for x in timed if x.held.wait(0.5)]
+        assert not later.held.is_set()
+        now.finish()
+        timed.remove(now)
+    assert later.held.wait(10)
+    later.finish()
