@@ -171,6 +171,24 @@ def test_the_deadline_ends_the_command_and_another_call_continues(kalmix, tmp_pa
     assert "2 of 2 rows are missing" in result.output
 
 
+def test_prepared_rows_are_neither_timed_nor_written(kalmix, tmp_path: Path, monkeypatch) -> None:
+    def here(cell: ModelCell, device: torch.device, on_prepared: Any, limit: float) -> dict[str, Any]:
+        (tmp_path / cell.model).touch()
+        if cell.model == "attention":
+            on_prepared()
+            (tmp_path / "timed").touch()
+        return {"status": "refused", "reason": "no"}
+
+    monkeypatch.setattr(measure, "measure_row", here)
+    result = run(kalmix, tmp_path / "output", "--rows", "attention,retnet", "--prepare")
+    assert result.status == 0, result.errors
+    assert {x.name for x in tmp_path.iterdir() if x.is_file()} == {"attention", "retnet"}
+    assert not list(Results(tmp_path / "output" / "results.jsonl").read())
+    assert run(kalmix, tmp_path / "output", "--rows", "attention,retnet").status == 0
+    assert (tmp_path / "timed").exists()
+    assert len(list(Results(tmp_path / "output" / "results.jsonl").read())) == 2
+
+
 @pytest.mark.slow
 def test_values_that_are_not_finite_are_an_exit_status(kalmix, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(measure.Trainer, "is_finite", lambda self: False)

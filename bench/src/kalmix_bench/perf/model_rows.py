@@ -38,13 +38,14 @@ class ModelRows(Experiment[CellT]):
     Args:
         limit: seconds after which a row is given up.
         processes: number of processes that prepare side by side.
+        prepare_only: whether rows end before they are timed and are not written. They fill the caches of compilers.
     """
 
     keys = frozenset(("model", "mode", "size", "status"))
     in_all = False
 
-    def __init__(self, limit: float = math.inf, processes: int = 1) -> None:
-        self.limit, self.processes = limit, processes
+    def __init__(self, limit: float = math.inf, processes: int = 1, *, prepare_only: bool = False) -> None:
+        self.limit, self.processes, self.prepare_only = limit, processes, prepare_only
 
     @abstractmethod
     def measure(self, cell: CellT, device: torch.device, on_prepared: Callable[[], None]) -> Row:
@@ -66,12 +67,14 @@ class ModelRows(Experiment[CellT]):
         self, cells: tuple[CellT, ...], results: Results, device: torch.device, on_progress: ProgressFn
     ) -> list[Row]:
         def prepared() -> None:
-            if on_progress(0.5, "first step done"):
+            if on_progress(0.5, "first step done") or self.prepare_only:
                 raise CellStopped
 
         (cell,) = cells
         row = self.measure(cell, device, prepared)
         on_progress(0.99, self.summary(row))
+        if self.prepare_only:  # it could not be prepared; the run that measures writes the reason
+            raise CellStopped
         return [{"commit": cell.to_dict()["commit"], "processes": self.processes, **row}]
 
     def is_complete(self, cell: CellT, results: Results) -> bool:
@@ -132,7 +135,8 @@ def measure_rows(
     results.path.parent.mkdir(parents=True, exist_ok=True)
     with progress(Console(highlight=False)) as factory:
         scheduler.run(experiment, cells, results, hardware.device, progress_factory=factory, worker_config=config)
-    results.add(_row_of_failure(cell, hardware, reason) for cell, reason in (config.failures or {}).items())
+    if not experiment.prepare_only:
+        results.add(_row_of_failure(cell, hardware, reason) for cell, reason in (config.failures or {}).items())
 
 
 def report_rows(experiment: ModelRows[CellT], cells: Sequence[CellT] | None, results: Results) -> None:

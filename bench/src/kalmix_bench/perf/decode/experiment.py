@@ -69,6 +69,9 @@ def run(
     ] = 1,
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the command ends. Default: none.")] = None,
     row_limit: Annotated[float, typer.Option(help="Seconds after which a row is given up.")] = 300.0,
+    prepare_only: Annotated[
+        bool, typer.Option("--prepare", help="Fill the caches of compilers; time and write no rows.")
+    ] = False,
     report_only: Annotated[bool, typer.Option("--report", help="Report the rows in --output; run nothing.")] = False,
     output: Annotated[
         Path, typer.Option(help="Output folder; rows in it of this commit, size and hardware are not run again.")
@@ -93,6 +96,8 @@ def run(
     if tokens < LEAST_TOKENS:
         raise ArgumentError("tokens", got=tokens, expected=f"at least {LEAST_TOKENS}")
     cells = make_cells(names, modes, sizes, (tokens, hardware.name, hardware.commit))
-    experiment = Decode(options.positive("row-limit", row_limit), len(hardware.gpus))
+    limit, processes = options.positive("row-limit", row_limit), len(hardware.gpus)
+    experiment = Decode(limit, processes, prepare_only=prepare_only)
     measure_rows(experiment, cells, results, hardware, end)
-    report_rows(experiment, cells, results)
+    if not prepare_only:
+        report_rows(experiment, cells, results)

@@ -65,6 +65,9 @@ def run(
     ] = 1,
     deadline: Annotated[float | None, typer.Option(help="Seconds after which the command ends. Default: none.")] = None,
     row_limit: Annotated[float, typer.Option(help="Seconds after which a row is given up.")] = 300.0,
+    prepare_only: Annotated[
+        bool, typer.Option("--prepare", help="Fill the caches of compilers; time and write no rows.")
+    ] = False,
     report_only: Annotated[bool, typer.Option("--report", help="Report the rows in --output; run nothing.")] = False,
     output: Annotated[
         Path, typer.Option(help="Output folder; rows in it of this commit, size and hardware are not run again.")
@@ -86,6 +89,8 @@ def run(
     hardware = Hardware.of(devices, options.count("jobs-per-device", jobs_per_device))
     origin = (options.count("steps", steps), hardware.name, hardware.commit)
     cells = [ModelCell(name, mode, size, *origin) for mode in mode_names for name in names]
-    experiment = Models(options.positive("row-limit", row_limit), len(hardware.gpus))
+    limit, processes = options.positive("row-limit", row_limit), len(hardware.gpus)
+    experiment = Models(limit, processes, prepare_only=prepare_only)
     measure_rows(experiment, cells, results, hardware, end)
-    report_rows(experiment, cells, results)
+    if not prepare_only:
+        report_rows(experiment, cells, results)
