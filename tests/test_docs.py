@@ -1,6 +1,7 @@
 """The snippets of README run, and the tools that build the site find broken blocks and links."""
 
 import importlib
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs" / "tools"))
 
+import speed  # noqa: E402
 from check_links import broken_links  # noqa: E402
 from execute import BLOCK, PageError, run_page  # noqa: E402
 from speed import ratio_table, training_table  # noqa: E402
@@ -32,6 +34,21 @@ def test_readme_lists_all_layers_and_measured_times():
     assert not missing
     assert ratio_table() in text
     assert training_table() in text
+
+
+def test_ratios_are_of_the_kernel_that_an_op_chooses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def row(kernel: str, shape: list[int], ms: float) -> dict[str, object]:
+        return {"kernel": kernel, "shape": shape, "dtype": "float32", "forward_ms": ms, "both_ms": 3 * ms}
+
+    rows = [row("cuda", [8, 1], 0.5), row("triton", [8, 1], 1.0), row("peer", [8, 1], 4.0)]
+    rows += [row("triton", [2, 1], 1.0), row("peer", [2, 1], 2.0), row("cuda", [4, 1], 1.0)]
+    (tmp_path / "x.json").write_text(json.dumps({"rows": rows}))
+    monkeypatch.setattr(speed, "RESULTS", tmp_path)
+    monkeypatch.setitem(speed.FILES, "diagonal", "x.json")
+    assert speed.ratio_rows("diagonal", "peer", "float32") == [
+        "| `diagonal` | 8, 1 | 0.50 / 4.00 (0.12) | 1.50 / 12.00 (0.12) |",
+        "| `diagonal` | 2, 1 | 1.00 / 2.00 (0.50) | 3.00 / 6.00 (0.50) |",
+    ]
 
 
 def test_documents_name_the_layers_that_need_no_mlp():

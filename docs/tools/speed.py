@@ -12,6 +12,7 @@ FILES = {"diagonal": f"2026-11-21-{GPU}-diagonal.json"}  # the run with peers; o
 FLA = "flash-linear-attention 0.6.0"
 LABELS = {
     "triton": "**kalmix** `triton`",
+    "cuda": "**kalmix** `cuda`",
     "triton, mean alone": "**kalmix** `triton`, without variance",
     "triton, 24 iterations": "**kalmix** `triton`, 24 iterations",
     "chunked": "**kalmix** `chunked`",
@@ -62,20 +63,22 @@ def _numbers(row: dict[str, Any]) -> str:
     return " | ".join([f"{row['forward_ms']:.2f}", f"{row['both_ms']:.2f}", *errors])
 
 
-def ratio_rows(op: str, peer: str, dtype: str, kernel: str = "triton") -> list[str]:
-    """Return one table row per shape with the times of a kernel and of a peer: `ours / theirs (ratio)`.
+def ratio_rows(op: str, peer: str, dtype: str) -> list[str]:
+    """Return one table row per shape with the times of our kernel and of a peer: `ours / theirs (ratio)`.
+
+    Our kernel is `cuda` where the result file has it, as the ops choose it on Hopper, and otherwise `triton`.
 
     Args:
         op: name of the op.
         peer: name of the peer in the result file.
         dtype: rows of this dtype.
-        kernel: our kernel.
     """
     rows = json.loads(result_file(op).read_text(encoding="utf-8"))["rows"]
     found = {(r["kernel"], tuple(r["shape"])): r for r in rows if r["dtype"] == dtype}
     lines = []
-    for name, shape in found:
-        if name != kernel or (peer, shape) not in found:
+    for shape in dict.fromkeys(shape for _, shape in found):
+        kernel = next((name for name in ("cuda", "triton") if (name, shape) in found), None)
+        if kernel is None or (peer, shape) not in found:
             continue
         ours, theirs = found[kernel, shape], found[peer, shape]
         cells = [f"`{op}`", ", ".join(map(str, shape))]
