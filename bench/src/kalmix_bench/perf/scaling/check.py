@@ -3,16 +3,20 @@
     torchrun --nproc-per-node 4 -m kalmix_bench.perf.scaling.check --output build/scaling
     torchrun --nproc-per-node 2 -m kalmix_bench.perf.scaling.check --layers kla,attention      # CPUs, with gloo
 
-Each layer is tried in a model of two blocks, in float32: DDP, FSDP2, tensor parallelism by heads, context parallelism
-in both layouts, whole and packed, and context parallelism with FSDP2 if the number of ranks is even. Writes one row per
-layer and method, and exits with 1 if an error exceeds the bound. NaN and infinity count as an infinite error.
+Each layer is tried in a model of two blocks, in float32 without TF32: DDP, FSDP2, tensor parallelism by heads, context
+parallelism in both layouts, whole and packed, and context parallelism with FSDP2 if the number of ranks is even. NaN
+and infinity count as an infinite error.
+
+Writes one row per layer and method as soon as it is known. If a rank fails, it writes why and ends the program, since
+the others might wait for it; so does a row that takes longer than `--limit`. Start it again with the same output folder
+to continue: it repeats no row. Exits with 1 if a row is wrong, failed or missing.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -29,11 +33,21 @@ from kalmix import ArgumentError, Segments
 from kalmix.distributed import ContextParallel, gather_heads, shard_dynamics, shard_heads
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM
-from kalmix_bench.perf.scaling.group import check_names, largest, make_mesh, process_group, summed
+from kalmix_bench.perf.scaling.group import (
+    Ranks,
+    append_row,
+    check_names,
+    make_mesh,
+    process_group,
+    read_rows,
+    summed,
+    time_limit,
+)
 
 BOUND = 1e-5  # largest relative error of the loss and of a gradient, in float32
 WORDS, LENGTH = 61, 48  # vocabulary; tokens of a row per rank
 IGNORED = -100
+RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # rows; layers and methods that have begun
 
 
 class Data(NamedTuple):
@@ -215,46 +229,108 @@ CHECKS: dict[str, Callable[..., tuple[float, str]]] = {
 }
 
 
-def check(layer: str, method: str, device: torch.device) -> dict[str, Any]:
-    """Return the row of a layer and a method: the largest error of all ranks, the tensor with the largest error of this
-    rank, or the reason why the layer refuses."""
-    begin, row = time.perf_counter(), {"layer": layer, "method": method, "ranks": distributed.get_world_size()}
-    try:
-        error, where = CHECKS[method](layer, device)
-    except (ArgumentError, RuntimeError) as refusal:
-        if "cannot take part" not in str(refusal):
-            raise
-        return row | {"status": "refused", "reason": str(refusal).split("\n")[0]}
-    worst = largest(error, device)
-    status = "ok" if worst <= BOUND else "wrong"
-    return row | {"status": status, "error": worst, "where": where, "seconds": time.perf_counter() - begin}
+class Options(NamedTuple):
+    """Folder of rows, time of `time.monotonic` after which no row begins, and seconds after which a row is given up."""
+
+    output: Path
+    stop: float
+    limit: float
+
+
+def check(layer: str, method: str, ranks: Ranks, options: Options) -> dict[str, Any]:
+    """Return the row of a layer and a method: the largest error of all ranks and its tensor, or why there is none.
+
+    If some ranks fail and others do not, or if it takes longer than the limit, the program ends.
+    """
+    begin, row = time.perf_counter(), {"layer": layer, "method": method, "ranks": ranks.world}
+
+    def give_up() -> None:
+        reason = f"took longer than {options.limit:.0f} s; a rank may have failed or may wait for another"
+        write(row | {"status": "failed", "reason": reason}, options)
+
+    with time_limit(options.limit, ranks, give_up):
+        try:
+            own: tuple[str, Any] = "compared", CHECKS[method](layer, ranks.device)
+        except (ArgumentError, RuntimeError) as error:
+            status = "refused" if "cannot take part" in str(error) else "failed"
+            own = status, f"{type(error).__name__}: {error}".split("\n")[0][:300]
+        found = ranks.collect(own)
+        row["seconds"] = round(time.perf_counter() - begin, 2)
+        unusual = [(status, reason) for status, reason in found if status != "compared"]
+        if unusual:
+            row |= dict(zip(("status", "reason"), unusual[0], strict=True))
+        else:
+            error, where = max(result for _, result in found)
+            row |= {"status": "ok" if error <= BOUND else "wrong", "error": error, "where": where}
+        if row["status"] == "wrong":
+            row["float32_error"] = rounding_of(layer, ranks.device)
+    if unusual and len(unusual) < len(found):
+        if ranks.rank == 0:
+            write(row | {"status": "failed"}, options)
+        print(f"rank {ranks.rank}: {len(unusual)} ranks failed; start the program again to continue", flush=True)
+        ranks.wait()
+        os._exit(1)
+    return row
+
+
+def rounding_of(layer: str, device: torch.device) -> float:
+    """Return the error of one process in float32 against float64, which explains errors of this size."""
+    data = make_data(device, 2 * distributed.get_world_size())
+    expected = expect(build(layer, device).double(), data)
+    model = build(layer, device)
+    loss = loss_of(model, data)
+    loss.backward()
+    return error_of(model, loss.detach(), expected)[0]
+
+
+def write(row: dict[str, Any], options: Options) -> None:
+    """Append a row to the folder, and print it."""
+    append_row(options.output / RESULTS, row)
+    shown = f"{row['error']:.1e} ({row['where']})" if "error" in row else row["reason"]
+    noise = f", float32 itself {row['float32_error']:.1e}" if "float32_error" in row else ""
+    print(f"{row['layer']:18} {row['method']:38} {row['status']:8} {shown}{noise}", flush=True)
+
+
+def run_all(cells: list[tuple[str, str]], ranks: Ranks, options: Options) -> None:
+    """Check all layers and methods that the folder has no row of, and that have not ended an earlier run."""
+    known = [*read_rows(options.output / RESULTS), *read_rows(options.output / BEGUN)]
+    known = ranks.from_first({(row["layer"], row["method"]) for row in known})
+    for layer, method in cells:
+        if (layer, method) in known:
+            continue
+        if not ranks.from_first(time.monotonic() < options.stop):
+            break
+        if ranks.rank == 0:
+            append_row(options.output / BEGUN, {"layer": layer, "method": method})
+        row = check(layer, method, ranks, options)
+        if ranks.rank == 0:
+            write(row, options)
 
 
 def main() -> int:
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", default=",".join([*MIXERS, "hybrid"]), help="layers, separated by commas")
     parser.add_argument("--methods", default=";".join(CHECKS), help="methods, separated by semicolons")
-    parser.add_argument("--output", type=Path, help="folder for results.jsonl")
+    parser.add_argument("--output", type=Path, default=Path("runs/scaling-check"), help="folder for results.jsonl")
+    parser.add_argument("--deadline", type=float, default=math.inf, help="seconds after which no row begins")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a row; then the program ends")
     arguments = parser.parse_args()
-    check_names(parser, "--layers", arguments.layers.split(","), [*MIXERS, "hybrid"])
-    check_names(parser, "--methods", arguments.methods.split(";"), CHECKS)
-    wrong = 0
-    with process_group() as device:
-        first = distributed.get_rank() == 0
-        even = distributed.get_world_size() % 2 == 0
-        methods = [x for x in arguments.methods.split(";") if even or x != "fsdp2 and context"]
-        for layer in arguments.layers.split(","):
-            rows = [check(layer, method, device) for method in methods]
-            wrong += sum(row["status"] == "wrong" for row in rows)
-            if first:
-                for row in rows:
-                    shown = f"{row['error']:.1e} ({row['where']})" if "error" in row else row["reason"]
-                    print(f"{layer:18} {row['method']:38} {row['status']:8} {shown}", flush=True)
-                if arguments.output:
-                    arguments.output.mkdir(parents=True, exist_ok=True)
-                    with (arguments.output / "results.jsonl").open("a") as file:
-                        file.writelines(json.dumps(row) + "\n" for row in rows)
-    return int(wrong > 0)
+    layers, methods = arguments.layers.split(","), arguments.methods.split(";")
+    check_names(parser, "--layers", layers, [*MIXERS, "hybrid"])
+    check_names(parser, "--methods", methods, CHECKS)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    options = Options(arguments.output, begin + arguments.deadline, arguments.limit)
+    with process_group() as ranks:
+        even = ranks.world % 2 == 0
+        cells = [(x, method) for x in layers for method in methods if even or method != "fsdp2 and context"]
+        run_all(cells, ranks, options)
+        statuses = {(row["layer"], row["method"]): row["status"] for row in read_rows(options.output / RESULTS)}
+        good = [statuses.get(cell) in ("ok", "refused") for cell in cells]
+        if ranks.rank == 0:
+            print(f"{sum(good)} of {len(cells)} rows are right or refused", flush=True)
+        every = ranks.from_first(all(good))
+    return int(not every)
 
 
 if __name__ == "__main__":

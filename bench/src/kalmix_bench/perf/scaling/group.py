@@ -1,29 +1,94 @@
-"""Process group of a program that torchrun starts: its device, meshes, and sums over ranks; its options."""
+"""Process group of a program that torchrun starts: its device, meshes, and agreement of ranks; its options."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+TIMEOUT = timedelta(minutes=5)  # of a collective; `time_limit` ends the program earlier
+LAST = 3.0  # seconds that the first rank has to write a row after a time limit
+
+
+class Ranks(NamedTuple):
+    """Ranks of the program.
+
+    Attributes:
+        device: device of this rank.
+        rank: this rank.
+        world: number of ranks.
+        control: group of all ranks on CPUs, through which they agree: a GPU that fails does not stop it.
+    """
+
+    device: torch.device
+    rank: int
+    world: int
+    control: distributed.ProcessGroup
+
+    def collect(self, value: Any) -> list[Any]:
+        """Return the values of all ranks; each waits for the others."""
+        values: list[Any] = [None] * self.world
+        distributed.all_gather_object(values, value, self.control)
+        return values
+
+    def from_first(self, value: Any) -> Any:
+        """Return the value of the first rank."""
+        values = [value]
+        distributed.broadcast_object_list(values, 0, self.control)
+        return values[0]
+
+    def wait(self) -> None:
+        """Wait for all ranks."""
+        self.collect(None)
+
 
 @contextmanager
-def process_group() -> Iterator[torch.device]:
-    """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; yield this rank's device."""
+def process_group() -> Iterator[Ranks]:
+    """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; yield the ranks.
+
+    Leaves the group only after success: NCCL would wait for ranks that failed.
+    """
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+    backend = "nccl" if cuda else "gloo"
+    distributed.init_process_group(backend, device_id=device if cuda else None, timeout=TIMEOUT)
+    control = distributed.new_group(backend="gloo", timeout=timedelta(minutes=5))
+    assert isinstance(control, distributed.ProcessGroup)
+    yield Ranks(device, distributed.get_rank(), distributed.get_world_size(), control)
+    distributed.destroy_process_group()
+
+
+@contextmanager
+def time_limit(seconds: float, ranks: Ranks, write: Callable[[], None]) -> Iterator[None]:
+    """End the process with status 1 if the block takes longer; the first rank calls `write` before.
+
+    A rank that failed may keep the others waiting inside a collective, which nothing else interrupts.
+    """
+
+    def end() -> None:
+        if ranks.rank == 0:
+            write()
+        os._exit(1)
+
+    timer = threading.Timer(seconds + (0 if ranks.rank == 0 else LAST), end)
+    timer.daemon = True
+    timer.start()
     try:
-        yield device
+        yield
     finally:
-        distributed.destroy_process_group()
+        timer.cancel()
 
 
 def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], accepted: Iterable[str]) -> None:
@@ -45,8 +110,13 @@ def summed(x: Tensor) -> Tensor:
     return x
 
 
-def largest(x: float, device: torch.device) -> float:
-    """Return the largest `x` of all ranks."""
-    value = torch.tensor(x, dtype=torch.float64, device=device)
-    distributed.all_reduce(value, distributed.ReduceOp.MAX)
-    return float(value)
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a file of JSON lines; none if it does not exist."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def append_row(path: Path, row: dict[str, Any]) -> None:
+    """Append a row to a file of JSON lines."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")

@@ -3,271 +3,303 @@
     torchrun --nproc-per-node 4 -m kalmix_bench.perf.scaling.speed --output runs/scaling
 
 Each row is a model and a method: tokens per second of all GPUs, milliseconds of a step and peak memory of a GPU. With
-`one`, `ddp` and `fsdp2` each GPU has `--batch` sequences of `--length` tokens. With `context one` the first GPU has one
-sequence of `--long` tokens; with `context` all GPUs divide it. A step that runs out of memory is timed with activation
-checkpointing. Rows that are in the output folder are not run again. `--report` prints the table of a folder.
+`one`, `ddp` and `fsdp2` each GPU has `--batch` sequences of `--length` tokens; `fsdp2 by 4` gathers the weights of four
+blocks at once. With `context one` a GPU has one sequence of `--long` tokens; with `context` and `context two-phase` all
+GPUs divide it.
+
+Methods of one GPU run first: each GPU has a model of its own, and all GPUs are timed at the same moment, so that no
+other work disturbs them. One that runs out of memory is run again with activation checkpointing, and so are `ddp` and
+`fsdp2` of its model, batch and length.
+
+Each row is written when it ends, also if it failed. If some ranks fail while others wait for them, or if a row takes
+longer than `--limit`, the program ends with status 1. Start it again to continue: rows in the output folder are not run
+again. `--report` prints the table of a folder.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
-import json
-import statistics
+import os
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, distributed
 
-from kalmix.distributed import ContextParallel, shard_dynamics
 from kalmix.layers import MIXERS
-from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
-from kalmix.models.optimizer import optimizer_groups
 from kalmix.training.provenance import provenance
-from kalmix_bench.perf.scaling.group import check_names, largest, make_mesh, process_group
+from kalmix_bench.perf.scaling.group import Ranks, append_row, check_names, process_group, read_rows, time_limit
+from kalmix_bench.perf.scaling.step import ALONE, METHODS, SIZES, Cell, Run, measure, profile_step, release, synchronize
 
-WORDS = 32000
-SIZES = {"340m": (1024, 24), "1b": (2048, 16), "toy": (64, 2)}  # width and blocks; KLA has more blocks
-KLA_BLOCKS = {"340m": 52, "1b": 36, "toy": 4}  # without MLPs
-METHODS = ("one", "ddp", "fsdp2", "context one", "context")
-WARM_UP = 3
+RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # rows; cells of all GPUs that have begun
+OUT_OF_MEMORY = "out of memory"
 
 
-@dataclass(frozen=True)
-class Setting:
-    """Sizes and options of the steps of a run.
+class Options(NamedTuple):
+    """Options of the program beside its cells.
 
     Attributes:
-        batch: sequences of a GPU.
-        length: tokens of a sequence.
-        long: tokens of the sequence that ranks divide.
-        steps: timed steps.
-        compiled: whether `torch.compile` compiles each block.
+        output: folder of rows.
+        steps: timed steps of a row.
+        profile: whether rows have the milliseconds of kernels.
+        stop: time of `time.monotonic` after which no row begins.
+        limit: seconds after which a row of all GPUs ends the program.
+        commit: commit for the rows, where git is absent.
     """
 
-    batch: int
-    length: int
-    long: int
+    output: Path
     steps: int
-    compiled: bool
+    profile: bool
+    stop: float
+    limit: float
+    commit: str | None
 
 
-def build(name: str, device: torch.device) -> KalmixForCausalLM:
-    """Build a model, such as "kla-340m"; "hybrid" is Gated DeltaNet with attention in every fourth block."""
-    mixer, size = name.rsplit("-", 1)
-    width, blocks = SIZES[size]
-    if mixer == "hybrid":
-        layers: list[Any] = hybrid_layers("gated-deltanet", blocks=blocks, attention_at=range(3, blocks, 4))
-    else:
-        layers = [mixer] * (KLA_BLOCKS[size] if mixer == "kla" else blocks)
-    torch.manual_seed(0)
-    with device:
-        config = KalmixConfig(vocab_size=WORDS, hidden_size=width, layers=layers, skip_logits=True)
-        return KalmixForCausalLM(config).train()
+def cells_of(
+    models: Sequence[str], methods: Sequence[str], batches: Sequence[int], length: int, long: int, compiled: bool
+) -> list[Cell]:
+    """Return the cells in the order in which they run: smaller models first, then methods of one GPU, then others."""
+    sizes = sorted({name.rsplit("-", 1)[1] for name in models}, key=list(SIZES).index)
+    ordered = [*(x for x in methods if x in ALONE), *(x for x in methods if x not in ALONE)]
+    found = []
+    for size in sizes:
+        for method in ordered:
+            shapes = [(1, long)] if "context" in method else [(batch, length) for batch in batches]
+            for batch, tokens in shapes:
+                names = [name for name in models if name.endswith(f"-{size}")]
+                found += [Cell(name, method, batch, tokens, compiled) for name in names]
+    return found
 
 
-class Run:
-    """Training steps of one model by one method.
+def next_cell(cell: Cell, rows: Iterable[dict[str, Any]], begun: Iterable[dict[str, Any]]) -> Cell | None:
+    """Return the cell as it must run now, with activation checkpointing if needed; `None` if its result is known."""
+    rows = list(rows)
+    own = [row for row in rows if _is_of(cell, row)]
+    like = own if cell.is_context else [*own, *(x for x in rows if _is_of(cell._replace(method="one"), x))]
+    cell = cell._replace(checkpointing=any(row["status"] == OUT_OF_MEMORY for row in like))
+    if any(row["status"] != OUT_OF_MEMORY or row["checkpointing"] for row in own):
+        return None
+    if any(_is_of(cell, row) and row["checkpointing"] == cell.checkpointing for row in begun):
+        return None  # it ended an earlier run
+    return cell
 
-    Args:
-        name: name of the model.
-        method: one of `METHODS`.
-        setting: sizes.
-        device: device of this rank.
-        checkpointing: whether the backward pass computes the blocks again.
-    """
 
-    def __init__(self, name: str, method: str, setting: Setting, device: torch.device, checkpointing: bool) -> None:
-        self.method, self.setting, self.device = method, setting, device
-        model = build(name, device)
-        self.parameters: int = sum(p.numel() for p in model.parameters())
-        if checkpointing:
-            model.gradient_checkpointing_enable()
-        if setting.compiled:
-            for block in model.model.layers:
-                block.compile()
-        self.model: nn.Module = model
-        if method == "ddp":
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        elif method == "fsdp2":
-            shard_dynamics(model)
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            for module in (*model.model.layers, model):
-                fully_shard(module, mp_policy=policy)
-        groups = optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1)
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
-        self.context = ContextParallel(make_mesh(device), "contiguous") if method == "context" else None
-        rows, length = (1, setting.long) if "context" in method else (setting.batch, setting.length)
-        own = 0 if "context" in method else distributed.get_rank()
-        generator = torch.Generator().manual_seed(own)
-        self.ids: Tensor = torch.randint(WORDS, (rows, length), generator=generator).to(device)
-        self.labels: Tensor = torch.cat([self.ids[:, 1:], torch.full_like(self.ids[:, :1], -100)], 1)
+def _is_of(cell: Cell, row: dict[str, Any]) -> bool:
+    names = ("model", "method", "batch", "length", "compiled")
+    return all(row[name] == getattr(cell, name) for name in names)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a step of all ranks that take part."""
-        return self.ids.numel() * (distributed.get_world_size() if self.method in ("ddp", "fsdp2") else 1)
 
-    def loss(self, ids: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean loss of this rank's tokens, or its share in that of the divided sequence."""
-        with torch.autocast(self.device.type, torch.bfloat16):
-            count = self.labels.numel() - self.labels.shape[0]
-            return self.model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=count).loss
+def attempt(cell: Cell, ranks: Ranks, options: Options) -> dict[str, Any]:
+    """Return the row of a cell on this rank; the ranks of a round must call this function together."""
+    alone, waited, run = cell.method in ALONE, False, None
 
-    def step(self) -> None:
-        """Take one step, without waiting for the device."""
-        if self.context is None:
-            self.loss(self.ids, self.labels).backward()
+    def wait() -> None:
+        nonlocal waited
+        waited = True
+        ranks.wait()
+
+    def slowest(seconds: float) -> float:
+        return seconds if alone else _largest(seconds, ranks.device)
+
+    begin = time.monotonic()
+    row = _begin_row(cell, ranks, options)
+    try:
+        run = Run(cell, ranks.device)
+        row |= measure(run, options.steps, wait, slowest)
+        if options.profile:
+            row |= profile_step(run, alone or ranks.rank == 0)
+        row["status"] = "ok"
+    except torch.OutOfMemoryError:
+        row["status"] = OUT_OF_MEMORY
+    except Exception as error:  # one failure must not end the others
+        row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"[:500]}
+    del run
+    release(ranks.device)
+    if not waited:
+        ranks.wait()
+    return row | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def _begin_row(cell: Cell, ranks: Ranks, options: Options) -> dict[str, Any]:
+    return {**cell._asdict(), "gpus": 1 if cell.method in ALONE else ranks.world, "steps": options.steps}
+
+
+def run_alone(cells: list[Cell], ranks: Ranks, options: Options, rows: list[dict[str, Any]]) -> None:
+    """Run cells of one GPU, as many at a time as there are GPUs; append their rows to `rows`."""
+    queue = cells
+    while queue and time_is_left(ranks, options):
+        now, queue = queue[: ranks.world], queue[ranks.world :]
+        row = None
+        if ranks.rank < len(now):
+            row = attempt(now[ranks.rank], ranks, options)
         else:
-            with self.context as cp:
-                self.loss(cp.shard(self.ids), cp.shard(self.labels)).backward()
-                cp.sum_gradients(self.model.parameters())
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            ranks.wait()
+        broken = None
+        try:
+            synchronize(ranks.device)
+        except RuntimeError as error:  # an error of the device, after which it cannot be used
+            broken = str(error).split("\n")[0]
+        found = [x for x in ranks.collect(row) if x is not None]
+        rows += found
+        for x in found if ranks.rank == 0 else ():
+            _write(x, options, ranks)
+        if any(ranks.collect(broken)):
+            print(f"rank {ranks.rank}: a device failed ({broken}); start the program again to continue", flush=True)
+            os._exit(1)
+        again = [cell for cell in now if not cell.checkpointing and _ran_out(cell, found)]
+        queue = [cell._replace(checkpointing=True) for cell in again] + queue
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def _ran_out(cell: Cell, rows: list[dict[str, Any]]) -> bool:
+    return any(_is_of(cell, row) and row["status"] == OUT_OF_MEMORY for row in rows)
 
 
-def measure(run: Run, alone: bool) -> dict[str, Any]:
-    """Return the times of steps, and the peak memory of a GPU; `alone` if the other ranks wait."""
-    device = run.device
-    for _ in range(WARM_UP):
-        run.step()
-    synchronize(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(run.setting.steps):
-        begin = time.perf_counter()
-        run.step()
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    seconds = statistics.median(times)
-    peak = float(torch.cuda.max_memory_allocated()) if device.type == "cuda" else 0.0
-    if not alone:
-        seconds, peak = largest(seconds, device), largest(peak, device)
-    return {
-        "ms": 1e3 * seconds,
-        "times_ms": [round(1e3 * x, 2) for x in times],
-        "tokens": run.tokens,
-        "tokens_per_s": run.tokens / seconds,
-        "peak_memory": int(peak),
-        "parameters": run.parameters,
-    }
+def run_together(cell: Cell, ranks: Ranks, options: Options, rows: list[dict[str, Any]]) -> None:
+    """Run a cell on all GPUs; append its row to `rows`.
+
+    If some ranks fail and others do not, or if it takes longer than the limit, the program ends.
+    """
+    if ranks.rank == 0:
+        append_row(options.output / BEGUN, cell._asdict())
+
+    def give_up() -> None:
+        reason = f"took longer than {options.limit:.0f} s; a rank may have failed or may wait for another"
+        _write(_begin_row(cell, ranks, options) | {"status": "failed", "error": reason}, options, ranks)
+
+    with time_limit(options.limit, ranks, give_up):
+        found = ranks.collect(attempt(cell, ranks, options))
+    failed = [row for row in found if row["status"] != "ok"]
+    row = (failed or found)[0]
+    rows.append(row)
+    if ranks.rank == 0:
+        _write(row, options, ranks)
+    if failed and len(failed) < len(found):
+        print(f"rank {ranks.rank}: {len(failed)} ranks failed; start the program again to continue", flush=True)
+        os._exit(1)
 
 
-def attempt(name: str, method: str, setting: Setting, device: torch.device) -> dict[str, Any]:
-    """Return a row, with activation checkpointing if the memory does not suffice without it."""
-    alone = method in ("one", "context one")
-    for checkpointing in (False, True):
-        row: dict[str, Any] | None = None
-        if not alone or distributed.get_rank() == 0:
-            run = None
-            try:
-                run = Run(name, method, setting, device, checkpointing)
-                row = measure(run, alone) | {"checkpointing": checkpointing, "status": "ok"}
-            except torch.OutOfMemoryError:
-                row = None
-            del run
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-        if alone:
-            rows = [row]
-            distributed.broadcast_object_list(rows, 0)
-            row = rows[0]
-        if row is not None:
-            return row
-    return {"status": "out of memory"}
+def time_is_left(ranks: Ranks, options: Options) -> bool:
+    """Return whether another row may begin; all ranks agree."""
+    return ranks.from_first(time.monotonic() < options.stop)
+
+
+def _largest(x: float, device: torch.device) -> float:
+    value: Tensor = torch.tensor(x, dtype=torch.float64, device=device)
+    distributed.all_reduce(value, distributed.ReduceOp.MAX)
+    return float(value)
+
+
+def _write(row: dict[str, Any], options: Options, ranks: Ranks) -> None:
+    row = row | provenance(ranks.device) | ({"commit": options.commit} if options.commit else {})
+    append_row(options.output / RESULTS, row)
+    print(_describe(row), flush=True)
+
+
+def _describe(row: dict[str, Any]) -> str:
+    name = f"{row['model']}, {row['method']}, {row['batch']} x {row['length']:,}"
+    name += ", checkpointing" if row["checkpointing"] else ""
+    if row["status"] != "ok":
+        return f"{name}: {row['status']} {row.get('error', '')}".strip()
+    gpu = f", computing {row['compute_ms']:.0f} and NCCL {row['nccl_ms']:.0f}" if "compute_ms" in row else ""
+    took = f" ({row['seconds']:.0f} s in all)" if "seconds" in row else ""
+    return f"{name}: {row['tokens_per_s']:,.0f} tokens/s, {row['ms']:.1f} ms a step{gpu}{took}"
 
 
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return the table of rows, with ratios of tokens per second to one GPU."""
-    shown = Table("model", "method", "GPUs", "tokens a step", "tokens/s", "ms a step", "peak GiB", "against one GPU")
-    base = {(row["model"], row["method"]): row for row in rows if row["status"] == "ok"}
+    shown = Table("model", "method", "sequences", "tokens/s", "ms a step", "computing", "NCCL", "peak GiB", "speedup")
+    shown.add_column("efficiency")
+    base = {(row["model"], row["method"], *_shape(row)): row for row in rows if row["status"] == "ok"}
     for row in rows:
+        method = row["method"] + (" (checkpointing)" if row["checkpointing"] else "")
+        sequences = f"{row['batch']} x {row['length']:,}"
         if row["status"] != "ok":
-            shown.add_row(row["model"], row["method"], str(row["gpus"]), row["status"], "", "", "", "")
+            shown.add_row(row["model"], method, sequences, row["status"])
             continue
-        one = base.get((row["model"], "context one" if row["method"] == "context" else "one"))
-        ratio = "" if one is None or row["gpus"] == 1 else f"{row['tokens_per_s'] / one['tokens_per_s']:.2f}"
-        note = " (checkpointing)" if row["checkpointing"] else ""
+        one = base.get((row["model"], "context one" if "context" in method else "one", *_shape(row)))
+        ratio = None if one is None or row["gpus"] == 1 else row["tokens_per_s"] / one["tokens_per_s"]
         shown.add_row(
             row["model"],
-            row["method"] + note,
-            str(row["gpus"]),
-            f"{row['tokens']:,}",
+            method,
+            sequences,
             f"{row['tokens_per_s']:,.0f}",
-            f"{row['ms']:.0f}",
+            f"{row['ms']:.1f}",
+            *(f"{row[x]:.0f}" if x in row else "" for x in ("compute_ms", "nccl_ms")),
             f"{row['peak_memory'] / 2**30:.1f}",
-            ratio,
+            "" if ratio is None else f"{ratio:.2f}",
+            "" if ratio is None else f"{ratio / row['gpus']:.3f}",
         )
     return shown
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def _shape(row: dict[str, Any]) -> tuple[int, int, bool]:
+    return row["batch"], row["length"], row["compiled"]
+
+
+def run_cells(cells: list[Cell], ranks: Ranks, options: Options) -> None:
+    """Run the cells whose results are unknown, in order, until the deadline."""
+    rows = ranks.from_first(read_rows(options.output / RESULTS))
+    begun = ranks.from_first(read_rows(options.output / BEGUN))
+    for alone, group in _groups(cells):
+        if alone:
+            pending = [x for x in (next_cell(cell, rows, begun) for cell in group) if x is not None]
+            run_alone(pending, ranks, options, rows)
+            continue
+        for cell in group:
+            now = next_cell(cell, rows, begun)
+            if now is not None and time_is_left(ranks, options):
+                run_together(now, ranks, options, rows)
+
+
+def _groups(cells: list[Cell]) -> Iterator[tuple[bool, list[Cell]]]:
+    """Yield runs of cells of one GPU, and of all GPUs."""
+    start = 0
+    for i in range(1, len(cells) + 1):
+        alone = cells[start].method in ALONE
+        if i == len(cells) or (cells[i].method in ALONE) != alone:
+            yield alone, cells[start:i]
+            start = i
 
 
 def main() -> None:
+    begin = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     models = "gated-deltanet-340m,kla-340m,bayesian-340m,hybrid-340m,gated-deltanet-1b,kla-1b"
     parser.add_argument("--models", default=models, help="models, separated by commas")
     parser.add_argument("--methods", default=",".join(METHODS), help="methods, separated by commas")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of a GPU")
+    parser.add_argument("--batch", default="4,1", help="sequences of a GPU; several numbers, separated by commas")
     parser.add_argument("--length", type=int, default=8192, help="tokens of a sequence")
     parser.add_argument("--long", type=int, default=65536, help="tokens of the sequence that ranks divide")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--compiled", action="store_true", help="compile each block with torch.compile")
+    parser.add_argument("--profile", action="store_true", help="record the kernels of one more step of each row")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which no row begins")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a row of all GPUs; then the program ends")
     parser.add_argument("--commit", help="commit for the rows, where git is absent")
     parser.add_argument("--output", type=Path, default=Path("runs/scaling"), help="folder for results.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the output folder; run nothing")
     arguments = parser.parse_args()
-    check_names(parser, "--methods", arguments.methods.split(","), METHODS)
-    mixers = [f"{mixer}-{size}" for mixer in (*MIXERS, "hybrid") for size in SIZES]
-    check_names(parser, "--models", arguments.models.split(","), mixers)
-    path, console = arguments.output / "results.jsonl", Console(width=140)
-    if arguments.report:
-        console.print(table(read_rows(path)))
-        return
-    names = ("batch", "length", "long", "steps", "compiled")
-    setting = Setting(**{name: getattr(arguments, name) for name in names})
-    begin = time.monotonic()
-    with process_group() as device:
-        first, world = distributed.get_rank() == 0, distributed.get_world_size()
-        rows, key = read_rows(path), ("model", "method", "gpus", *names)
-        done = {tuple(row[x] for x in key) for row in rows}
-        sizes = {name: getattr(setting, name) for name in names}
-        for name in arguments.models.split(","):
-            for method in arguments.methods.split(","):
-                cell = {"model": name, "method": method, "gpus": 1 if method in ("one", "context one") else world}
-                if largest(time.monotonic() - begin, device) > arguments.deadline:
-                    break
-                if tuple((cell | sizes)[x] for x in key) in done:
-                    continue
-                row = cell | sizes | attempt(name, method, setting, device)
-                if first:
-                    row |= provenance(device) | ({"commit": arguments.commit} if arguments.commit else {})
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    with path.open("a") as file:
-                        file.write(json.dumps(row) + "\n")
-                    print(
-                        {x: row.get(x) for x in ("model", "method", "tokens_per_s", "peak_memory", "status")},
-                        flush=True,
-                    )
-        if first:
-            console.print(table(read_rows(path)))
+    names, methods = arguments.models.split(","), arguments.methods.split(",")
+    check_names(parser, "--methods", methods, METHODS)
+    check_names(parser, "--models", names, [f"{mixer}-{size}" for mixer in (*MIXERS, "hybrid") for size in SIZES])
+    if not all(x.isdecimal() and int(x) > 0 for x in arguments.batch.split(",")):
+        parser.error(f"--batch is {arguments.batch!r}; expected positive integers, separated by commas")
+    console = Console(width=150)
+    if not arguments.report:
+        batches = [int(x) for x in arguments.batch.split(",")]
+        cells = cells_of(names, methods, batches, arguments.length, arguments.long, arguments.compiled)
+        stop = begin + arguments.deadline
+        options = Options(arguments.output, arguments.steps, arguments.profile, stop, arguments.limit, arguments.commit)
+        with process_group() as ranks:
+            run_cells(cells, ranks, options)
+            first = ranks.rank == 0
+        if not first:
+            return
+    console.print(table(read_rows(arguments.output / RESULTS)))
 
 
 if __name__ == "__main__":
