@@ -8,6 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kalmix import updates
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal import custom_op as fused
 from kalmix.ops._diagonal import reference
@@ -173,3 +174,16 @@ def test_op_passes_opcheck_on_this_device():
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
     for last in ((None, True, True, False), (runs, False, False, False)):  # rows, variance, store, cuda
         torch.library.opcheck(torch.ops.kalmix.diagonal_triton.default, (*leaves, *last), test_utils=checks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize("rows", [None, [(0, 0, 150), (1, 0, 0), (1, 3, 141)]])
+def test_maps_of_sequences_equal_the_update(rows, dtype):
+    inputs = list(arguments(2, 150, (1, 2), 5, 3, dtype=dtype).values())[1:6]  # several tiles
+    segments = None if rows is None else Segments(torch.tensor(rows, dtype=torch.int32, device=DEVICE))
+    found = fused.map_sequences(*inputs, segments)
+    names = ("precision", "log_decay", "process_noise")
+    exact = [x.double() for x in inputs]
+    wanted = updates.diagonal(*exact[:2], **dict(zip(names, exact[2:], strict=True)), segments=segments)
+    for name, x, y in zip(wanted._fields, found, wanted, strict=True):
+        assert x.dtype == torch.float32 and relative_error(x.double(), y) < 1e-5, name

@@ -38,6 +38,30 @@ def diagonal(
     return Filtered(mean, var if variance else None, DiagonalBelief(final_mean, final_var))
 
 
+def map_sequences(
+    k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, segments: Segments | None
+) -> Tensor:
+    """Return the fields of the `DiagonalUpdate` by each sequence, `[5, N, G, K, V]` in float32, without gradients.
+
+    It has no custom op: call it in plain eager code only.
+    """
+    rows = None if segments is None else segments.rows
+    with torch.no_grad():
+        return _map_sequences(k, v, precision, log_decay, process_noise, rows)
+
+
+def _map_sequences_uncached(
+    k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, rows: Tensor | None
+) -> Tensor:
+    from kalmix.ops._diagonal.triton.forward import map_sequences
+
+    segments = None if rows is None else segments_without_checks(rows)
+    return map_sequences(k, v, precision, log_decay, process_noise, segments)
+
+
+_map_sequences = with_launch_cache(_map_sequences_uncached)
+
+
 def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tuple[int, ...]:
     batch, length, heads, channels = v.shape
     whole = batch * num_blocks(length, CHUNK)
