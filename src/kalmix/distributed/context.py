@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor
 
-from kalmix.distributed.exchange import gather
+from kalmix.distributed.exchange import gather, sum_over_ranks
 from kalmix.distributed.layout import LAYOUTS, Placement, Runs, find_runs, order_spans, segments_of, shard_tokens
 from kalmix.distributed.ring import Ring
 from kalmix.errors import ArgumentError
@@ -136,9 +136,7 @@ class ContextParallel:
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace the gradient of each parameter by the sum over all ranks."""
-        for parameter in parameters:
-            if parameter.grad is not None:
-                torch.distributed.all_reduce(parameter.grad, group=self.group)
+        sum_over_ranks([x.grad for x in parameters if x.grad is not None], self.group)
 
     def call(self, batch: int, length: int, device: torch.device) -> Call:
         """Return the exchange of a call with B rows of `length` tokens on this rank."""
@@ -162,7 +160,7 @@ class Call:
         starts: bool `[spans * B]`, whether the run at the end of each span begins its document.
         tail_start: int64 `[spans * B]`, first token of that run, counted in the span.
         held: int64 `[spans * B]`, index of each span among those of all ranks.
-        tail_exists: bool `[spans * B]`, whether a run ends with the span.
+        tail_index: int64, indices in `[spans * B]` of the spans and rows that end with a run.
         tail_run: int64, index of each such run among all runs.
         participants: number of ops that have exchanged something for the layer that is running.
     """
@@ -188,7 +186,8 @@ class Call:
         real = [run.start < run.stop for run in runs.tails]
         index = {run: i for i, run in enumerate(runs.every)}
         last = [index[run] for run, exists in zip(runs.tails, real, strict=True) if exists]
-        self.tail_exists: Tensor = torch.tensor(real, device=device)
+        ends = [i for i, exists in enumerate(real) if exists]
+        self.tail_index: Tensor = torch.tensor(ends, dtype=torch.int64, device=device)
         self.tail_run: Tensor = torch.tensor(last, dtype=torch.int64, device=device)
         self.participants = 0
         self._rings: dict[int | None, Ring] = {}

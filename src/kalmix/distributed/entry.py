@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.distributed.context import Call, active_call
+from kalmix.distributed.exchange import on_device
 from kalmix.errors import ArgumentError
 from kalmix.ops import OpSpec
 from kalmix.types import belief_dtype
@@ -141,7 +142,7 @@ class SharedKeys(NamedTuple):
         """Return the position of each token in the document of each run, int64 `[N, B * S]`; -1 if not visible."""
         batch, length = self.keys.shape[:2]
         token = torch.arange(batch * length, device=self.keys.device)
-        row, start, stop = torch.tensor(self.visible, device=token.device).unbind(1)
+        row, start, stop = on_device(self.visible, torch.int64, token.device).unbind(1)
         first, end = (x[:, None] for x in (row * length + start, row * length + stop))
         return torch.where((token >= first) & (token < end), token - first, -1)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+SMALL = 1 << 20  # elements; smaller tensors are summed together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,3 +33,29 @@ def gather(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
         for i, part in zip(chosen, parts, strict=True):
             results[i] = part.unflatten(1, tensors[i].shape)
     return results
+
+
+def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
+    """Replace tensors by their sums over all ranks, in place, without gradients; small ones are sent together."""
+    from torch.distributed import all_reduce
+
+    plain = [x for x in tensors if type(x) is Tensor]
+    small = [x for x in plain if x.numel() < SMALL]
+    together = {id(x) for x in small}
+    works = [all_reduce(x, group=group, async_op=True) for x in tensors if id(x) not in together]
+    for dtype in dict.fromkeys(x.dtype for x in small):
+        chosen = [x for x in small if x.dtype == dtype]
+        flat = torch.cat([x.reshape(-1) for x in chosen])
+        all_reduce(flat, group=group)
+        for x, part in zip(chosen, flat.split([x.numel() for x in chosen]), strict=True):
+            x.copy_(part.view(x.shape))
+    for work in works:
+        if work is not None:
+            work.wait()
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of numbers on a device; unlike `torch.tensor`, the host does not wait for a GPU."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

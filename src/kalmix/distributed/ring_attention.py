@@ -41,9 +41,12 @@ def attend_ring(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
 
 
 class Tile(NamedTuple):
-    """Rows of a batch that attend to the same range of keys: `queries` of this rank, `keys` of the visited block."""
+    """Rows of a batch that attend to the same range of keys: `queries` of this rank, `keys` of the visited block.
 
-    rows: list[int]
+    Adjacent rows are a slice, since the host would wait for a GPU to index it with a list.
+    """
+
+    rows: list[int] | slice
     queries: slice
     keys: slice
     causal: bool
@@ -55,7 +58,11 @@ def tiles_of(pairs: list[Pair], visits_itself: bool) -> list[Tile]:
     for query, key in pairs:
         causal = visits_itself and query.past == key.past
         groups.setdefault((query.start, query.stop, key.start, key.stop, causal), []).append(query.row)
-    return [Tile(rows, slice(a, b), slice(c, d), causal) for (a, b, c, d, causal), rows in groups.items()]
+    return [Tile(_adjacent(rows), slice(a, b), slice(c, d), causal) for (a, b, c, d, causal), rows in groups.items()]
+
+
+def _adjacent(rows: list[int]) -> list[int] | slice:
+    return slice(rows[0], rows[-1] + 1) if rows == list(range(rows[0], rows[-1] + 1)) else rows
 
 
 class _RingAttention(torch.autograd.Function):

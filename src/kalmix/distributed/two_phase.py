@@ -136,7 +136,7 @@ class _TwoPhases(torch.autograd.Function):
         belief, final_grads = outputs[2:], []
         for leaf, x in enumerate(belief):
             own = torch.cat([exits[span][leaf] for span in call.context.placement.held])
-            final_grads.append(torch.zeros_like(x).index_add(0, call.tail_run, own[call.tail_exists]))
+            final_grads.append(torch.zeros_like(x).index_add(0, call.tail_run, own[call.tail_index]))
         for i, grad in enumerate(_gradients(belief, final_grads, inputs, retain=False)):
             if grad is not None:
                 before = found[i]

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kalmix.distributed.exchange import on_device
 from kalmix.segments import Segments
 
 _FLASH: dict[str, Any] = {}  # PyTorch's function, and its options if query heads share keys; see `load_flash_attention`
@@ -83,14 +84,15 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[Run], visible
         bounds, lengths = [], []
         for parts in (query, key):
             lengths.append([len(x) for x in parts])
-            bounds.append(torch.tensor([0, *accumulate(lengths[-1])], dtype=torch.int32, device=q.device))
+            bounds.append(on_device([0, *accumulate(lengths[-1])], torch.int32, q.device))
         options = {"window_size": (-1, 0), **(_FLASH["shared"] if q.shape[2] != k.shape[2] else {})}
         tensors = [torch.cat(x) for x in (query, key, value)]
         output = _FLASH["attend"](*tensors, *bounds, *map(max, lengths), **options)
     else:
         output = torch.cat([_attend_to_earlier(*x) for x in zip(query, key, value, strict=True)])
-    index = [torch.arange(row * length + start, row * length + stop) for (row, start, stop), _ in pairs]
-    return flat.index_copy(0, torch.cat(index).to(q.device), output).view(q.shape)
+    places = [(row * length + start, row * length + stop) for (row, start, stop), _ in pairs]
+    index = torch.cat([torch.arange(first, end, device=q.device) for first, end in places])
+    return flat.index_copy(0, index, output).view(q.shape)
 
 
 def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
