@@ -148,7 +148,7 @@ def run_process(command: list[str]) -> None:
 
 def main() -> None:
     """Kill and resume a run, with options of the command line."""
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    options = argparse.ArgumentParser(description="Kill one process of a run, and resume the run.")
     options.add_argument("--ranks", type=int, default=4)
     options.add_argument("--victim", type=int, default=1, help="rank of the process to kill")
     options.add_argument("--steps", type=int, default=60)

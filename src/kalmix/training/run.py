@@ -41,6 +41,7 @@ from kalmix.training import inputs
 from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint, read_input_digests
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
+from kalmix.training.peers import how_to_resume, watched_peers
 from kalmix.training.recipe import RECIPE_FILE, Recipe
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
@@ -170,8 +171,7 @@ def _peer_errors(output: Path) -> Iterator[None]:
         broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
         if not isinstance(error, DistError) and not any(words in str(error) for words in broken):
             raise
-        hint = f"`kalmix train --resume --output {output}` under torchrun continues from the newest checkpoint"
-        raise ConnectionError(f"another process of this run has ended, so training stops; {hint}") from error
+        raise ConnectionError(how_to_resume(output)) from error
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
@@ -241,7 +241,7 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     try:
-        with interruptible(schedule):  # saving is not interrupted either
+        with watched_peers(output), interruptible(schedule):  # saving is not interrupted either
             trainer.train_from(checkpoint)
             return _save_model(trainer, output, source.corpus, tokenizer)
     except BackendCompilerFailed as error:

@@ -151,7 +151,9 @@ class Schedule(TrainerCallback):
 def interruptible(schedule: Schedule) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a run after its current step; a second signal has its usual effect.
 
-    Only in the main thread; elsewhere signals are unchanged.
+    If the run fails, the first SIGTERM still has no effect in one of several processes: torchrun sends it as soon as
+    one of them has ended, and the others must not end before they have said why. Only in the main thread; elsewhere
+    signals are unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -164,8 +166,11 @@ def interruptible(schedule: Schedule) -> Iterator[None]:
 
     for number in handlers:
         signal.signal(number, interrupt)
+    failed = True
     try:
         yield
+        failed = False
     finally:
         for number, handler in handlers.items():
-            signal.signal(number, handler)
+            if not (failed and number == signal.SIGTERM and dist.is_initialized() and dist.get_world_size() > 1):
+                signal.signal(number, handler)

@@ -1,0 +1,77 @@
+"""Other processes of a run: notice that one has ended, and say how to resume."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch.distributed as dist
+
+INTERVAL, GRACE = 0.5, 5.0  # seconds between two looks; seconds after the end of a process until this one ends itself
+
+
+def how_to_resume(output: Path) -> str:
+    """Return the sentence that a process says if another one has ended."""
+    hint = f"`kalmix train --resume --output {output}` under torchrun continues from the newest checkpoint"
+    return f"another process of this run has ended, so training stops; {hint}"
+
+
+@contextmanager
+def watched_peers(output: Path) -> Iterator[None]:
+    """End this process with status 1 and one sentence if another process of the run on this host ends inside the block.
+
+    A process that waits for another one inside NCCL gets no error and runs no handler of signals. So a thread looks
+    whether the processes exist. It waits for `GRACE` seconds, since other backends raise an error that says more, and a
+    checkpoint may be being written. Processes leave the block together.
+
+    Args:
+        output: folder of the run.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        yield
+        return
+    everyone: list[tuple[str, int]] = [("", 0)] * dist.get_world_size()
+    dist.all_gather_object(everyone, (_host(), os.getpid()))
+    peers = [process for host, process in everyone if host == _host() and process != os.getpid()]
+    left = threading.Event()
+    thread = threading.Thread(target=_watch, args=(peers, left, how_to_resume(output)), daemon=True)
+    thread.start()
+    try:
+        yield
+        dist.barrier()  # otherwise a process that leaves first seems to have ended too early
+    finally:
+        left.set()
+
+
+def _watch(peers: list[int], left: threading.Event, sentence: str) -> None:
+    while not left.wait(INTERVAL):
+        if not all(map(_exists, peers)):
+            if not left.wait(GRACE):
+                os.write(2, f"error: {sentence}\n".encode())
+                os._exit(1)
+            return
+
+
+def _exists(process: int) -> bool:
+    """Return whether a process exists and is no zombie."""
+    status = Path(f"/proc/{process}/stat")
+    try:
+        if Path("/proc/self/stat").exists():
+            return status.read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+        os.kill(process, 0)
+    except OSError:
+        return False
+    return True
+
+
+def _host() -> str:
+    """Return the name of this host and, on Linux, of the namespace in which ids of processes are unique."""
+    try:
+        namespace = str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        namespace = ""
+    return f"{socket.gethostname()} {namespace}"
