@@ -80,7 +80,7 @@ def test_one_tile_per_sequence_needs_no_maps():
 
 def test_only_the_cuda_kernel_launches_cuda():
     inputs = arguments(1, 2000, (1, 1), 16, 8)
-    maps = {"_map_tiles", "_scan_tiles", "_map_tile_grads", "_scan_tile_grads"}
+    maps = {"map_tiles", "_scan_tiles", "_map_tile_grads", "_scan_tile_grads"}
     names = [
         {x.kernel.name if is_cuda(x) else x.kernel.__name__ for x in launches(run, inputs)}
         for run in (CUDA, fused.diagonal)

@@ -53,7 +53,7 @@ def map_sequences(
 def _map_sequences_uncached(
     k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, rows: Tensor | None
 ) -> Tensor:
-    from kalmix.ops._diagonal.triton.forward import map_sequences
+    from kalmix.ops._diagonal.triton.sequence_maps import map_sequences
 
     segments = None if rows is None else segments_without_checks(rows)
     return map_sequences(k, v, precision, log_decay, process_noise, segments)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -17,6 +20,7 @@ from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = timedelta(minutes=5)  # of a collective; `time_limit` ends the program earlier
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 LAST = 3.0  # seconds that the first rank has to write a row after a time limit
 
 
@@ -58,6 +62,8 @@ def process_group() -> Iterator[Ranks]:
 
     Leaves the group only after success: NCCL would wait for ranks that failed.
     """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with torchrun, even if it is killed
     cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:

@@ -1,11 +1,9 @@
 """Forward pass of `diagonal` in Triton.
 
-`map_sequences` computes the map of beliefs by whole sequences from the maps of their tiles, for `kalmix.updates`.
-
 Cells (slot, channel) are independent, so a program takes a few channels with all their slots, and steps through time
 with the beliefs in registers. Tiles of tokens add parallelism over time, in three launches:
 
-1. `_map_tiles`: the map of beliefs by each tile, five numbers per cell;
+1. `map_tiles`: the map of beliefs by each tile, five numbers per cell;
 2. `_scan_tiles`: the belief at the start of every tile, by applying these maps to the prior one after another;
 3. `_read_out`: the recursion inside every tile from that belief; writes the outputs and, for the backward pass, a
    belief every `CHUNK` tokens.
@@ -55,7 +53,7 @@ from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
 
-_RESIDENT_WARPS = 32  # warps that keep a multiprocessor busy
+RESIDENT_WARPS = 32  # warps that keep a multiprocessor busy
 
 
 @triton.jit
@@ -79,7 +77,7 @@ def extend_tile_map(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def _map_tiles(
+def map_tiles(
     k, v, precision, log_decay, noise, maps, tile_table,
     length, size, tiles, k_token: tl.constexpr, k_head, v_token: tl.constexpr, v_head,
     p_token: tl.constexpr, p_head, G: tl.constexpr, V: tl.constexpr, GROUP,
@@ -188,50 +186,6 @@ def _scan_tiles(
         shrunk_factor = factor / (1.0 + x * information)
         m = (m + x * info_mean) * shrunk_factor + mean_offset
         x = factor * x * shrunk_factor + var_offset
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def _combine_tiles(
-    maps, result, sequence_table, tiles, G, V,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    sequence = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.arange(0, P)
-    inside = (channel < V)[:, None] & (slot < P)[None, :]
-    real = (channel < V)[:, None] & (slot < K)[None, :]
-    if PACKED:
-        first, end = tl.load(sequence_table + 5 * sequence), tl.load(sequence_table + 5 * sequence + 3)
-    else:
-        first, end = sequence * tiles, sequence * tiles + tiles
-    var_offset = tl.zeros([BLOCK, P], tl.float32)
-    mean_offset = tl.zeros([BLOCK, P], tl.float32)
-    factor = tl.full([BLOCK, P], 1.0, tl.float32)
-    information = tl.zeros([BLOCK, P], tl.float32)
-    info_mean = tl.zeros([BLOCK, P], tl.float32)
-    plane = G * V * P
-    at = cell_offsets(head, channel, V, P)
-    for index in tl.range(first, end, num_stages=4):
-        next_factor = tl.load(maps + index * 5 * plane + at, mask=inside, other=0.0)
-        next_information = tl.load(maps + (index * 5 + 1) * plane + at, mask=inside, other=0.0)
-        next_info_mean = tl.load(maps + (index * 5 + 2) * plane + at, mask=inside, other=0.0)
-        next_var_offset = tl.load(maps + (index * 5 + 3) * plane + at, mask=inside, other=0.0)
-        next_mean_offset = tl.load(maps + (index * 5 + 4) * plane + at, mask=inside, other=0.0)
-        shrinkage = 1.0 / (1.0 + var_offset * next_information)
-        entry, exit_factor = factor * shrinkage, next_factor * shrinkage
-        information += entry * factor * next_information
-        info_mean += entry * (next_info_mean - next_information * mean_offset)
-        mean_offset = next_mean_offset + exit_factor * (mean_offset + var_offset * next_info_mean)
-        var_offset = next_var_offset + exit_factor * next_factor * var_offset
-        factor = exit_factor * factor
-    at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
-    plane = tl.num_programs(0).to(tl.int64) * G * K * V
-    tl.store(result + at, factor, mask=real)
-    tl.store(result + plane + at, information, mask=real)
-    tl.store(result + 2 * plane + at, info_mean, mask=real)
-    tl.store(result + 3 * plane + at, mean_offset, mask=real)
-    tl.store(result + 4 * plane + at, var_offset, mask=real)
 
 
 @triton.jit
@@ -346,7 +300,7 @@ def forward(
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
     blocks = -(-channels // size)
-    resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
+    resident = RESIDENT_WARPS * num_multiprocessors(v.device)
     plan = plan_tiles(batch, length, tile_size(length, batch * heads * blocks, resident), segments, q)
 
     like = {"dtype": torch.float32, "device": v.device}
@@ -370,7 +324,7 @@ def forward(
             *strides, heads, channels, heads // shared,
         )  # fmt: skip
         Launch(
-            _map_tiles, (plan.num_tiles * blocks, heads), arguments, {"num_warps": 1, "EVERY": False, **cells, **common}
+            map_tiles, (plan.num_tiles * blocks, heads), arguments, {"num_warps": 1, "EVERY": False, **cells, **common}
         ).run()
         entries = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
         arguments = (
@@ -414,30 +368,3 @@ def forward(
     else:
         Launch(_read_out, (plan.num_tiles * blocks, heads), arguments, options).run()
     return read_mean, read_var, final_mean, final_var
-
-
-def map_sequences(
-    k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, segments: Segments | None
-) -> Tensor:
-    """Return the fields of the `DiagonalUpdate` by each sequence, `[5, N, G, K, V]` in float32."""
-    (batch, length, heads, channels), (shared, slots) = v.shape, k.shape[2:]
-    k, v, precision = contiguous_rows(k), contiguous_rows(v), contiguous_rows(precision)
-    width, size = padded_slots(slots), channels_per_warp(slots, 4)
-    blocks = -(-channels // size)
-    resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
-    plan = plan_tiles(batch, length, tile_size(length, batch * heads * blocks, resident), segments, k)
-    sequences = batch if segments is None else segments.count
-    common = {"BLOCK": size, "K": slots, "P": width, "PACKED": segments is not None}
-    like = {"dtype": torch.float32, "device": v.device}
-    maps = torch.empty(plan.num_tiles, 5, heads, channels, width, **like)
-    arguments = (
-        k, v, precision, log_decay.contiguous(), process_noise.contiguous(), maps, plan.tile_table, length, plan.size,
-        plan.tiles, *k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3], heads, channels, heads // shared,
-    )  # fmt: skip
-    cells = {"EVEN": channels % size == 0, "RAGGED": is_ragged(length, segments), "CHUNK": CHUNK, "PREFETCH": PREFETCH}
-    options = {"num_warps": 1, "PTX": supports_ptx(), "EVERY": True, **cells, **common}
-    Launch(_map_tiles, (plan.num_tiles * blocks, heads), arguments, options).run()
-    result = torch.empty(5, sequences, heads, slots, channels, **like)
-    arguments = (maps, result, plan.sequence_table, plan.tiles, heads, channels)
-    Launch(_combine_tiles, (sequences, heads, blocks), arguments, {"num_warps": 4, **common}).run()
-    return result
