@@ -23,7 +23,7 @@ TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
 
 GRACE = 60.0  # seconds in which the rest must end
-LIMIT = 150.0  # seconds of a session
+LIMIT = 240.0  # seconds of a session
 RECIPE = """
 layers = [{{ mixer = "kla", slots = 4 }}, {{ mixer = "attention", heads = 2 }}]
 shards = {shards!r}
