@@ -43,6 +43,7 @@ TINY = RunSize(
 def test_all_models_have_the_same_number_of_parameters(stage: str) -> None:
     size = PAPER.size(stage).model
     assert PRESETS["short"].size(stage).model == PAPER.tune.model
+    assert PRESETS["medium"].size(stage).model == size
     found = {name: count_parameters(name, size) / size.parameters for name in LAYERS}
     assert set(PAPER.layers) == set(LAYERS)
     assert not {name: ratio for name, ratio in found.items() if not 0.98 <= ratio <= 1.02}
@@ -95,7 +96,7 @@ def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> 
         {"language": name, "learning_rate": rate, **({"diverged": "x"} if loss is None else {"loss": loss})}
         for name, rate, loss in (("kla", 1e-3, 3.0), ("kla", 2e-3, 2.5), ("kla", 4e-3, None), ("gla", 4e-3, None))
     ]
-    assert best_rates(rows, ["kla"]) == {"kla": 2e-3}
+    assert best_rates(rows, ["kla"]) == best_rates(rows, ["gla", "kla"]) == {"kla": 2e-3}
     with pytest.raises(ArgumentError, match="no run of 'gla'"):
         best_rates(rows, ["gla"])
     rows += [{"language": "kla", "learning_rate": rate, "loss": loss} for rate, loss in ((1e-3, 2.8), (2e-3, 3.5))]
@@ -105,7 +106,8 @@ def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> 
     assert len(tuning_cells(PAPER, PAPER.layers, PAPER.rates, "c")) == 3 * len(LAYERS)
     tuning = tuning_cells(PRESETS["short"], ["kla", "gla"], [1e-3, 2e-3], "c", seeds=2)
     assert [cell.seed for cell in tuning] == [0] * 4 + [1] * 4
-    assert [cell.layer for cell in tuning[:4]] == ["kla", "kla", "gla", "gla"]
+    assert [cell.layer for cell in tuning[:4]] == ["kla", "gla", "kla", "gla"]
+    assert [cell.layer for cell in main_cells(PAPER, ["kla", "gla"], {"gla": 2e-3}, 2, "c")] == ["gla", "gla"]
 
 
 def test_seconds_leave_out_the_first_step_and_pauses() -> None:

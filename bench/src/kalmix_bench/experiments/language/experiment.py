@@ -23,6 +23,7 @@ from kalmix_bench.experiments.language.protocol import (
     PRESETS,
     STAGES,
     TUNE,
+    TUNE_HINT,
     LanguageCell,
     Preset,
     best_rates,
@@ -131,7 +132,10 @@ class _Choice(NamedTuple):
 def _command(
     preset: Annotated[
         str,
-        typer.Option(help="laptop: minutes on two cores. For GPUs: short, 10M parameters, and paper, 50M."),
+        typer.Option(
+            help="laptop: minutes on two cores. For GPUs: short, 10M parameters; medium and paper, 50M, with 40M and "
+            "300M tokens."
+        ),
     ] = "laptop",
     shards: Annotated[
         Path | None, typer.Option(help="Folder of token shards. Default of preset laptop: Python's documentation.")
@@ -185,8 +189,13 @@ def _command(
     sweep = LimitedSweep.of(devices, jobs_per_device, deadline)
     cells: list[LanguageCell] = []
     rows: dict[LanguageCell, Row] = {}
+    missing: list[str] = []
     for name in choice.stages:
         cells = choice.cells(name, digest, experiment.select(results.read()))
+        missing = [x for x in choice.layers if not any(cell.layer == x for cell in cells)]
+        assert sweep.workers.failures is not None
+        for without in missing:
+            sweep.workers.failures[f"{name}  {without}"] = f"no learning rate, as none has a finite loss. {TUNE_HINT}"
         with progress(console) as progress_factory:
             rows = scheduler.run(
                 experiment,
@@ -203,7 +212,7 @@ def _command(
         shown = experiment.select(results.read())
         for path in (results.path, *bench_report.write(shown, output, console, [experiment])):
             console.print(f"  {path}", soft_wrap=True)
-    sweep.exit_unless_finished(len(rows), len(cells), console)
+    sweep.exit_unless_finished(len(rows), len(cells) + choice.seeds * len(missing), console)
 
 
 def _preset(name: str, tokens: float | None) -> Preset:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TUNE, MAIN = "tune", "main"
 STAGES = (TUNE, MAIN)
+TUNE_HINT = "Run the stage `tune` with lower `--rates`"
 LONGER = 4  # the longest test sequences have so many times the tokens of the training sequences
 # Settings of every run. Learning rates are given for a width of 512 and 2^18 tokens a step.
 OPTIMIZER: dict[str, Any] = {
@@ -119,6 +120,15 @@ PRESETS = {
         layers=('bayesian:{"decays_per_head": "key"}', 'bayesian:{"decays_per_head": 1}', "gated-deltanet"),
         rates=(2e-3, 4e-3),
     ),
+    "medium": Preset(
+        tune=replace(_SHORT, tokens=10_000_000, batch_tokens=1 << 15, eval_tokens=1 << 17),
+        main=replace(_MAIN, tokens=40_000_000, batch_tokens=1 << 16, eval_tokens=6 << 16),
+        layers=(
+            *("kla", "kla-noise-free", "afa", "mamba2", "bayesian", "gated-kalmanet", "kda", "gated-deltanet"),
+            *("attention", "gla", "gated-deltanet+attention", "gated-kalmanet+attention"),
+        ),
+        rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    ),
     "paper": Preset(
         tune=replace(_MAIN, model=_SHORT.model, tokens=50_000_000, batch_tokens=1 << 17),
         main=_MAIN,
@@ -209,21 +219,30 @@ class LanguageCell:
 def tuning_cells(
     preset: Preset, layers: Sequence[str], rates: Sequence[float], corpus: str, seeds: int = 1
 ) -> list[LanguageCell]:
-    """Return the cells that compare learning rates, seed by seed."""
+    """Return the cells that compare learning rates, seed by seed and rate by rate.
+
+    Cells that run side by side then have different layers, so that few of them compile the same kernels.
+    """
     return [
         LanguageCell(TUNE, layer, preset.tune, rate, seed, corpus)
         for seed in range(seeds)
-        for layer in layers
         for rate in rates
+        for layer in layers
     ]
 
 
 def main_cells(
     preset: Preset, layers: Sequence[str], rates: dict[str, float], seeds: int, corpus: str
 ) -> list[LanguageCell]:
-    """Return the cells of the table, seed by seed, so that every layer has an early result."""
+    """Return the cells of the table, seed by seed, so that every layer has an early result.
+
+    Layers without a learning rate in `rates` have none.
+    """
     return [
-        LanguageCell(MAIN, layer, preset.main, rates[layer], seed, corpus) for seed in range(seeds) for layer in layers
+        LanguageCell(MAIN, layer, preset.main, rates[layer], seed, corpus)
+        for seed in range(seeds)
+        for layer in layers
+        if layer in rates
     ]
 
 
@@ -232,10 +251,10 @@ def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
 
     Args:
         rows: rows of the stage "tune"; a rate at which one diverged does not count.
-        layers: layers that need one.
+        layers: layers that need one. Those whose every run diverged, or that have none, are left out.
 
     Raises:
-        ArgumentError: every run of a layer diverged, or it has none.
+        ArgumentError: no layer is left.
     """
     losses: dict[str, dict[float, list[float]]] = {}
     for row in rows:
@@ -246,9 +265,8 @@ def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
         means = {rate: fmean(values) for rate, values in by_rate.items() if max(values) < inf}
         if means:
             best[name] = min(means, key=lambda rate: means[rate])
-    for layer in layers:
-        if layer not in best:
-            problem = f"has no run of {layer!r} that did not diverge"
-            hint = "Run the stage `tune` with lower `--rates`"
-            raise ArgumentError("rates", problem=problem, expected="a rate with a finite loss", hint=hint)
-    return {layer: best[layer] for layer in layers}
+    found = {layer: best[layer] for layer in layers if layer in best}
+    if not found:
+        problem = f"has no run of {', '.join(map(repr, layers))} that did not diverge"
+        raise ArgumentError("rates", problem=problem, expected="a rate with a finite loss", hint=TUNE_HINT)
+    return found
