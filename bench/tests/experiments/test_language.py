@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix_bench.experiments.language import corpus, probes, report, run
+from kalmix_bench.experiments.language import corpus, precompile, probes, report, run
 from kalmix_bench.experiments.language.architectures import HYBRID, LAYERS, ModelSize, count_parameters, make_blocks
 from kalmix_bench.experiments.language.experiment import Language
 from kalmix_bench.experiments.language.protocol import (
@@ -82,6 +82,22 @@ def test_a_layer_takes_options_after_a_colon() -> None:
 def test_layers_too_large_for_the_parameters_are_refused() -> None:
     with pytest.raises(ArgumentError, match="expected at least"):
         make_blocks("attention", replace(PAPER.main.model, parameters=10_000_000))
+
+
+def test_precompiling_takes_a_step_of_each_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    from kalmix.training import initial_model
+
+    models, build = [], initial_model.build
+
+    def build_and_keep(*arguments: Any) -> KalmixForCausalLM:
+        models.append(build(*arguments))
+        return models[-1]
+
+    monkeypatch.setattr(initial_model, "build", build_and_keep)
+    wide = replace(TINY, model=replace(TINY.model, hidden_size=32, parameters=80_000))
+    precompile.step("gated-deltanet", PRESETS["laptop"]._replace(tune=TINY, main=wide), torch.device("cpu"))
+    assert [model.config.hidden_size for model in models] == [16, 32]
+    assert all(value.grad is not None for model in models for value in model.parameters())
 
 
 def test_cells_survive_json_and_differ_in_each_setting() -> None:
