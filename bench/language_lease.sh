@@ -1,30 +1,35 @@
 #!/usr/bin/env bash
 # Run `kalmix bench language` on a machine without a network that is lent for a limited time.
 #
-#     bash bench/language_lease.sh --commit ID --out "$OUT" -- --preset paper --stage tune --jobs-per-device 3
+#     bash bench/language_lease.sh --commit ID --out "$OUT" --precompile medium \
+#         -- --preset medium --stage tune --jobs-per-device 3 -- --preset medium --stage main
 #
-# Repeat the command on the same machine: it continues. What is behind -- goes to `kalmix bench language`.
-#   --commit ID      commit for the rows, since git is not there
-#   --out DIR        folder for results.jsonl, report.md, report.csv and figures
-#   --pieces DIR     pieces of the corpus (`kalmix_bench.datasets.corpus_pieces`); default runs/pieces
-#   --work DIR       folder on this machine for corpus, shards, rows and checkpoints; default /tmp/kalmix-language
-#   --rows DIR       folder with the results.jsonl of earlier machines; default bench/results/language
-#   --limit SECONDS  time of this call; default 585
-#   --python FILE    Python; default python3
-#   --wheels DIR     wheels of packages that the machine lacks; default .whl, if it exists
+# What is behind a -- goes to `kalmix bench language`; behind another -- is a further command, which runs after it. Repeat
+# the call on the same machine: it continues.
+#   --commit ID          commit for the rows, since git is not there
+#   --out DIR            folder for results.jsonl, report.md, report.csv and figures
+#   --pieces DIR         pieces of the corpus (`kalmix_bench.datasets.corpus_pieces`); default runs/pieces
+#   --use N              train on the first N pieces; default all
+#   --work DIR           folder on this machine for corpus, shards and rows; default /tmp/kalmix-language
+#   --rows DIR           folder with the results.jsonl of earlier machines; default bench/results/language
+#   --limit SECONDS      time of this call; default 585
+#   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised
+#   --python FILE        Python; default python3
+#   --wheels DIR         wheels of packages that the machine lacks; default .whl, if it exists
 # Paths are absolute, or relative to the repository. A call may bring one piece of several: the first calls store theirs and
 # end, until all are there.
-# Exit status: 0 if all cells are finished, 3 if cells are left or pieces are missing, 1 if a cell failed, 2 for a wrong command.
+# Exit status: 0 if all cells are finished, 3 if cells are left or pieces are missing, 1 if a cell failed, 2 for a wrong call.
 set -euo pipefail
-commit=unknown out='' pieces=runs/pieces work=/tmp/kalmix-language rows=bench/results/language limit=585 python=python3 wheels=.whl
+commit=unknown out='' pieces=runs/pieces use='' work=/tmp/kalmix-language rows=bench/results/language limit=585
+precompile='' python=python3 wheels=.whl
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case $1 in
-    --commit | --out | --pieces | --work | --rows | --limit | --python | --wheels) declare "${1#--}=${2:?$1 needs a value}" ;;
+    --commit | --out | --pieces | --use | --work | --rows | --limit | --precompile | --python | --wheels)
+      declare "${1#--}=${2:?$1 needs a value}" ;;
     *) echo "error: $1 is not an option" >&2; exit 2 ;;
   esac
   shift 2
 done
-[ $# -gt 0 ] && shift
 [ -n "$out" ] || { echo "error: --out is missing" >&2; exit 2; }
 cd "$(dirname "$0")/.."
 mkdir -p "$work/packed" "$work/text" "$work/run" "$out"
@@ -41,33 +46,93 @@ for piece in "$pieces"/text/*.xz; do
   if [ -f "$piece" ]; then cp -n "$piece" "$work/packed/"; fi
 done
 [ -f "$work/pieces.json" ] || { echo "error: $pieces has no pieces.json" >&2; exit 2; }
-needed=$(grep -oE '[0-9]+' "$work/pieces.json" | head -1)
-found=$(find "$work/packed" -name '*.xz' | wc -l)
-if [ "$found" -lt "$needed" ]; then
-  echo "$found of $needed pieces are here; the next call brings another"
+count=$(grep -oE '[0-9]+' "$work/pieces.json" | head -1)
+names=()
+for ((n = 0; n < ${use:-$count}; n++)); do
+  name=$(printf '%02d.jsonl' "$n")
+  if [ -f "$work/packed/$name.xz" ]; then names+=("$name"); fi
+done
+if [ "${#names[@]}" -lt "${use:-$count}" ]; then
+  echo "${#names[@]} of ${use:-$count} pieces are here; the next call brings another"
   exit 3
 fi
-for piece in "$work"/packed/*.xz; do  # plain JSON lines are tokenised by all cores
-  text="$work/text/$(basename "$piece" .xz)"
-  [ -f "$text" ] || "$python" -c "
+compiling=''
+if [ -n "$precompile" ] && [ ! -f "$work/precompiled" ]; then
+  touch "$work/precompiled"
+  "$python" -m kalmix_bench.experiments.language.precompile --preset "$precompile" > "$out/precompile.log" 2>&1 &
+  compiling=$!
+fi
+unpacking=()
+for name in "${names[@]}"; do  # plain JSON lines are tokenised by all cores
+  [ -f "$work/text/$name" ] || "$python" -c "
 import lzma, os, shutil, sys
 with lzma.open(sys.argv[1]) as packed, open(sys.argv[2] + '.part', 'wb') as plain:
     shutil.copyfileobj(packed, plain, 1 << 22)
-os.rename(sys.argv[2] + '.part', sys.argv[2])" "$piece" "$text" &
+os.rename(sys.argv[2] + '.part', sys.argv[2])" "$work/packed/$name.xz" "$work/text/$name" &
+  unpacking+=($!)
 done
-wait
-[ "$(find "$work/text" -name '*.jsonl' | wc -l)" = "$needed" ] || { echo "error: a piece is damaged" >&2; exit 2; }
+for process in "${unpacking[@]}"; do
+  wait "$process" || { echo "error: a piece is damaged" >&2; exit 2; }
+done
 "$python" -m kalmix.cli data prepare "$work/text" --tokenizer "$work/tokenizer" --held-out 0.01 --output "$work/shards"
+echo "shards after $SECONDS s"
+if [ -n "$compiling" ]; then  # until then it needs memory of the GPUs
+  wait "$compiling" || echo "some kernels were not precompiled; see precompile.log"
+  echo "kernels after $SECONDS s"
+fi
 
 if [ ! -f "$work/run/results.jsonl" ] && [ -f "$rows/results.jsonl" ]; then cp "$rows/results.jsonl" "$work/run/"; fi
-if [[ " $* " == *" --jobs-per-device "* ]] && command -v nvidia-cuda-mps-control > /dev/null; then
-  nvidia-cuda-mps-control -d || true  # fails if it runs already
-fi
+checkpoints="$work/checkpoints"
+memory=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1 || true)
+if [ "${memory:-0}" -gt $((32 << 20)) ]; then checkpoints="/dev/shm$work/checkpoints"; fi  # in memory, for speed
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
-trap 'kill $copying 2> /dev/null || true; keep' EXIT
-left=$((limit - SECONDS - 25))  # starting Python and drawing the report take time, too
-[ "$left" -ge 30 ] || { echo "too little time is left in this call; repeat it"; exit 3; }
-"$python" -c "from kalmix_bench.cli import app; app()" language --shards "$work/shards" --output "$work/run" \
-  --checkpoints "$work/checkpoints" --commit "$commit" --deadline "$left" "$@"
+sharing=false
+stop_sharing() {
+  if $sharing; then
+    unset CUDA_MPS_PIPE_DIRECTORY
+    echo quit | timeout 10 nvidia-cuda-mps-control > /dev/null 2>&1 || true
+    sharing=false
+  fi
+}
+trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
+share() {  # let several processes use a GPU at once, if that works here
+  unset CUDA_MPS_PIPE_DIRECTORY
+  command -v nvidia-cuda-mps-control > /dev/null && nvidia-cuda-mps-control -d 2> /dev/null || return 0
+  sharing=true
+  timeout 40 "$python" -c "import torch; [torch.zeros(1, device=n) for n in range(torch.cuda.device_count())]" || {
+    echo "the multi-process service does not work; processes take turns"
+    stop_sharing
+  }
+}
+status=0
+run() {  # one command
+  local left=$((limit - SECONDS - 25)) ended=0  # starting Python and drawing the report take time, too
+  if [ "$left" -lt 30 ]; then
+    echo "too little time is left in this call; repeat it"
+    ended=3
+  else
+    case " $* " in *" --jobs-per-device "*) share ;; esac
+    if $sharing; then unset CUDA_MPS_PIPE_DIRECTORY; else export CUDA_MPS_PIPE_DIRECTORY="$work/no-sharing"; fi
+    "$python" -c "from kalmix_bench.cli import app; app()" language --shards "$work/shards" --output "$work/run" \
+      --checkpoints "$checkpoints" --commit "$commit" --deadline "$left" "$@" || ended=$?
+    stop_sharing
+  fi
+  case $ended in
+    0) ;;
+    3) [ "$status" != 0 ] || status=3 ;;
+    *) status=1 ;;
+  esac
+  echo "ended with status $ended after $SECONDS s: $*"
+}
+while [ $# -gt 0 ]; do
+  shift  # the --
+  arguments=()
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    arguments+=("$1")
+    shift
+  done
+  run "${arguments[@]}"
+done
+exit "$status"

@@ -45,17 +45,23 @@ def test_pieces_arrive_with_several_calls_and_rows_come_back(tmp_path: Path) -> 
     places = ("--work", tmp_path / "work", "--out", tmp_path / "out", "--pieces", tmp_path / "pieces")
     ended = call(*places, "--", "--preset", "laptop")
     assert ended.returncode == 3 and "1 of 2 pieces are here" in ended.stdout
+    few = ("--work", tmp_path / "few", "--out", tmp_path / "few-out", "--pieces", tmp_path / "pieces", "--use", "1")
+    ended = call(*few, "--limit", "1", "--", "--preset", "laptop")
+    assert ended.returncode == 3 and "too little time" in ended.stdout and (tmp_path / "few" / "shards").exists()
     first.unlink()
     late.rename(second)
     study = ("--preset", "laptop", "--layer", "attention", "--rates", "2e-2", "--tokens", "20000", "--devices", "cpu")
-    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study)
+    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study, "--", *study, "--seeds", "2")
     ended = call(*asked)
     assert ended.returncode == 0, ended.stderr
-    (row,) = (json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines())
-    assert (row["commit"], row["language"], row["stage"]) == ("abc", "attention", "main")
-    assert row["positions"]["documents"] and row["copying"]
+    assert ended.stdout.count("ended with status 0") == 2
+    rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
+    assert [row["seed"] for row in rows] == [0, 1]
+    for row in rows:
+        assert (row["commit"], row["language"], row["stage"]) == ("abc", "attention", "main")
+        assert row["positions"]["documents"] and row["copying"]
     assert (tmp_path / "out" / "language.svg").exists() and (tmp_path / "out" / "report.md").exists()
     shutil.rmtree(tmp_path / "out")
     again = call(*asked)  # on the same machine nothing runs again
     assert again.returncode == 0, again.stderr
-    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 1
+    assert len((tmp_path / "out" / "results.jsonl").read_text().splitlines()) == 2
