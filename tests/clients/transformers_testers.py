@@ -203,16 +203,20 @@ def mamba2_tests() -> type[unittest.TestCase]:
     return type("Tests", (Mamba2ModelTest, TrainingTesterMixin, TensorParallelTesterMixin, FSDPTesterMixin), {})
 
 
-def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
-    """Run the tests of one model.
+def run(name: str, checkout: str, pattern: str, part: int, parts: int, deadline: float) -> dict[str, Any]:
+    """Run the tests of one model, or a part of them.
 
     Args:
         name: key of `LAYERS`, or `PEER`.
         checkout: work tree of transformers.
         pattern: run only tests whose name contains it.
+        part: index of the part, from 0 to `parts - 1`.
+        parts: number of parts; part `i` has every test whose index leaves the remainder `i`.
+        deadline: start no test after this time (`time.time()`).
 
     Returns:
-        A dict with "passed" (names), "failed" and "skipped" (name to reason), and "seconds".
+        A dict with "passed" (names), "failed" and "skipped" (name to reason), "left" (names of tests that were not
+        started), and "seconds".
     """
     sys.path.insert(0, checkout)
     helpers = "tests.distributed_testing_utils"
@@ -225,16 +229,31 @@ def run(name: str, checkout: str, pattern: str) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     warnings.filterwarnings("always", message=".*is deprecated")  # tests look for these
     cases = mamba2_tests() if name == PEER else kalmix_tests(LAYERS[name])
-    names = [test for test in unittest.defaultTestLoader.getTestCaseNames(cases) if pattern in test]
-    record, began = Record(), time.perf_counter()
+    names = [test for test in unittest.defaultTestLoader.getTestCaseNames(cases) if pattern in test][part::parts]
+    record, left, began = Record(), [], time.perf_counter()
     with Path(os.devnull).open("w") as nothing, contextlib.redirect_stdout(io.StringIO()):
         os.dup2(nothing.fileno(), sys.stderr.fileno())  # loggers hold the file itself; this process runs nothing else
         for test in names:
+            if time.time() > deadline:
+                left.append(test)
+                continue
             torch.compiler.reset()
             cases(test).run(record)
     seconds = round(time.perf_counter() - began)
     passed = [test for test in record.passed if test not in record.failed]
-    return {"passed": passed, "failed": record.failed, "skipped": record.reasons, "seconds": seconds}
+    return {"passed": passed, "failed": record.failed, "skipped": record.reasons, "left": left, "seconds": seconds}
+
+
+def merge(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one result for the parts of a model's tests; seconds are added."""
+    merged: dict[str, Any] = {"passed": [], "failed": {}, "skipped": {}, "left": [], "seconds": 0}
+    for result in results:
+        for kind in ("passed", "left"):
+            merged[kind] += result[kind]
+        for kind in ("failed", "skipped"):
+            merged[kind] |= result[kind]
+        merged["seconds"] += result["seconds"]
+    return merged
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
@@ -245,6 +264,8 @@ def table(results: dict[str, dict[str, Any]]) -> str:
         more = "" if peer is None or name == PEER else len(_extra_skips(result, peer))
         counts = [len(result[kind]) for kind in ("passed", "failed", "skipped")]
         lines.append(f"| {name} | {' | '.join(map(str, counts))} | {more} |")
+    left = [f"{len(r['left'])} of {name}" for name, r in results.items() if r.get("left")]
+    lines += ["", f"Tests that were not run: {', '.join(left)}."] if left else []
     failures = [f"- {name}: `{test}`: {why}" for name, r in results.items() for test, why in r["failed"].items()]
     lines += ["", *(["Failures:", "", *failures, ""] if failures else [])]
     reasons: dict[str, set[str]] = {}
@@ -290,6 +311,8 @@ def main() -> int:
     parser.add_argument("-k", default="", metavar="TEXT", help="Run only tests whose name contains TEXT")
     parser.add_argument("--slow", action="store_true", help="Run the tests that transformers marks as slow, too")
     parser.add_argument("--jobs", type=int, default=2, help="Processes")
+    parser.add_argument("--parts", type=int, default=1, help="Divide the tests of a model among so many processes")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="Start no test after so many seconds")
     parser.add_argument("--output", type=Path, help="Add results to OUTPUT.md and OUTPUT.json")
     arguments = parser.parse_args()
     checkout = str(Path(arguments.checkout).resolve())
@@ -299,16 +322,26 @@ def main() -> int:
     results: dict[str, Any] = {}
     if arguments.output and (earlier := arguments.output.with_suffix(".json")).exists():
         results = json.loads(earlier.read_text())["results"]
-    with ProcessPoolExecutor(arguments.jobs, mp_context=get_context("spawn"), max_tasks_per_child=1) as pool:
-        for name, future in [(name, pool.submit(run, name, checkout, arguments.k)) for name in names]:
-            results[name] = result = future.result()
-            counts = ", ".join(f"{len(result[kind])} {kind}" for kind in ("passed", "failed", "skipped"))
+    deadline = time.time() + arguments.seconds
+    # A process for each model; parts share processes, because imports take longer than many of them.
+    per_process = 1 if arguments.parts == 1 else None
+    with ProcessPoolExecutor(arguments.jobs, get_context("spawn"), max_tasks_per_child=per_process) as pool:
+        futures = {
+            name: [
+                pool.submit(run, name, checkout, arguments.k, part, arguments.parts, deadline)
+                for part in range(arguments.parts)
+            ]
+            for name in names
+        }
+        for name in names:
+            results[name] = result = merge([future.result() for future in futures[name]])
+            counts = ", ".join(f"{len(result[kind])} {kind}" for kind in ("passed", "failed", "skipped", "left"))
             print(f"{name}: {counts}, {result['seconds']} s", flush=True)
             for test, why in result["failed"].items():
                 print(f"    {test}: {why}", flush=True)
             if arguments.output:
                 write(arguments.output, {name: results[name] for name in [*LAYERS, PEER] if name in results})
-    return int(any(results[name]["failed"] for name in names))
+    return int(any(results[name]["failed"] or results[name]["left"] for name in names))
 
 
 if __name__ == "__main__":
