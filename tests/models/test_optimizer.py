@@ -73,3 +73,14 @@ def test_plain_trainer_uses_the_groups(tmp_path, argument):
     assert [round(step["matrices"], 6) for step in rates] == [0.01, 0.005]
     assert [round(step["dynamics"], 7) for step in rates] == [0.001, 0.0005]
     assert not all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
+
+
+def test_trainer_without_groups_trains_dynamics_as_matrices(tmp_path):
+    """Why `docs/huggingface.md` asks for the groups. If this fails, transformers may have a hook for them."""
+    model = build("kla")
+    arguments = TrainingArguments(str(tmp_path), learning_rate=0.01, weight_decay=0.5, use_cpu=True, report_to="none")
+    decayed, others = Trainer(model, arguments).create_optimizer().param_groups
+    assert decayed["lr"] == others["lr"] == 0.01
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+    dynamics = {id(value) for mixer in model.model.layers.mixers for value in mixer.dynamics_parameters()}
+    assert dynamics & {id(value) for value in decayed["params"]}
