@@ -284,6 +284,7 @@ def _general(reason: str) -> str:
     """Return a reason without the names of the test and of the model."""
     reason = re.sub(r"^Tests::\S+ is skipped: ", "", " ".join(reason.split()).replace("|", "/"))
     reason = re.sub(r"`[\w-]+` is not in `self.pipeline_model_mapping`.*", "The model has no such pipeline", reason)
+    reason = re.sub(r" \(enabled: .*", "", reason)
     reason = re.sub(r"tests\.distributed_testing_utils\.\w+", "helpers of distributed tests", reason)
     return re.sub(r"<class '[\w.]*'>|Kalmix\w+", "the model", reason)
 
