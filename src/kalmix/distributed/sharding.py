@@ -77,6 +77,7 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
         ArgumentError: a named module is sharded together with the module that contains it.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, register_fsdp_forward_method
+    from torch.distributed.tensor import DTensor
 
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         return
@@ -89,6 +90,8 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
             state: Any = module._get_fsdp_state()
             state._mp_policy = state._fsdp_param_group.mp_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
             module.set_reshard_after_forward(False)  # its few numbers stay until the backward pass
+        elif not any(isinstance(p, DTensor) for p in module.parameters()):
+            continue  # each rank has the whole parameters, by `ignored_params` of `fully_shard`
         elif policy := _policy_above(model, name):  # a caller's `auto_wrap_policy`
             problem = f"lets {name} act in {policy}, since it is sharded with the module around it"
             expected = "dynamics in groups of their own"
