@@ -5,7 +5,8 @@
 
 Each layer is tried in a model of two blocks, in float32 without TF32: DDP, FSDP2, tensor parallelism by heads, context
 parallelism in both layouts, whole and packed, and context parallelism with FSDP2 if the number of ranks is even. NaN
-and infinity count as an infinite error.
+and infinity count as an infinite error. The bound is 1e-5, or three times the error of one process in float32 against
+float64 on the same data, if that is more: a read-out near 0 has a large relative error, and its norm passes it on.
 
 Writes one row per layer and method as soon as it is known. If a rank fails, it writes why and ends the program, since
 the others might wait for it; so does a row that takes longer than `--limit`. Start it again with the same output folder
@@ -45,6 +46,8 @@ from kalmix_bench.perf.scaling.group import (
 )
 
 BOUND = 1e-5  # largest relative error of the loss and of a gradient, in float32
+ROUNDINGS = 3  # a larger error is accepted up to this many times that of one process in float32 against float64,
+MOST_ROUNDING = 5e-5  # if that is at most this; both sides of a comparison round
 WORDS, LENGTH = 61, 48  # vocabulary; tokens of a row per rank
 IGNORED = -100
 RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # rows; layers and methods that have begun
@@ -263,7 +266,10 @@ def check(layer: str, method: str, ranks: Ranks, options: Options) -> dict[str, 
             error, where = max(result for _, result in found)
             row |= {"status": "ok" if error <= BOUND else "wrong", "error": error, "where": where}
         if row["status"] == "wrong":
-            row["float32_error"] = rounding_of(layer, ranks.device)
+            rounding = rounding_of(layer, ranks.device, packed="packed" in method)
+            row["float32_error"] = rounding
+            if error <= ROUNDINGS * rounding <= ROUNDINGS * MOST_ROUNDING:
+                row["status"] = "ok"
     if unusual and len(unusual) < len(found):
         if ranks.rank == 0:
             write(row | {"status": "failed"}, options)
@@ -273,14 +279,17 @@ def check(layer: str, method: str, ranks: Ranks, options: Options) -> dict[str, 
     return row
 
 
-def rounding_of(layer: str, device: torch.device) -> float:
+def rounding_of(layer: str, device: torch.device, packed: bool) -> float:
     """Return the error of one process in float32 against float64, which explains errors of this size."""
-    data = make_data(device, 2 * distributed.get_world_size())
-    expected = expect(build(layer, device).double(), data)
+    data, segments = make_data(device, 2 if packed else 2 * distributed.get_world_size()), None
+    if packed:
+        segments, data = packing(data)
+    expected = expect(build(layer, device).double(), data, segments)
     model = build(layer, device)
-    loss = loss_of(model, data)
-    loss.backward()
-    return error_of(model, loss.detach(), expected)[0]
+    found = expect(model, data, segments)
+    for name, p in model.named_parameters():
+        p.grad = found.gradients[name]
+    return error_of(model, found.loss, expected)[0]
 
 
 def write(row: dict[str, Any], options: Options) -> None:
