@@ -118,6 +118,8 @@ def attempt(cell: Cell, ranks: Ranks, options: Options) -> dict[str, Any]:
     except Exception as error:  # one failure must not end the others
         row |= {"status": "failed", "error": f"{type(error).__name__}: {error}"[:500]}
     del run
+    if cell.compiled:
+        torch.compiler.reset()  # otherwise the limit of compilations of a function counts those of earlier rows
     release(ranks.device)
     if not waited:
         ranks.wait()
@@ -201,11 +203,12 @@ def _write(row: dict[str, Any], options: Options, ranks: Ranks) -> None:
 
 def _describe(row: dict[str, Any]) -> str:
     name = f"{row['model']}, {row['method']}, {row['batch']} x {row['length']:,}"
-    name += ", checkpointing" if row["checkpointing"] else ""
+    name += "".join(f", {x}" for x in ("compiled", "checkpointing") if row[x])
     if row["status"] != "ok":
         return f"{name}: {row['status']} {row.get('error', '')}".strip()
     gpu = f", computing {row['compute_ms']:.0f} and NCCL {row['nccl_ms']:.0f}" if "compute_ms" in row else ""
-    took = f" ({row['seconds']:.0f} s in all)" if "seconds" in row else ""
+    first = f"first step {row['first_step_s']:.0f} s, " if "first_step_s" in row else ""
+    took = f" ({first}{row['seconds']:.0f} s in all)" if "seconds" in row else ""
     return f"{name}: {row['tokens_per_s']:,.0f} tokens/s, {row['ms']:.1f} ms a step{gpu}{took}"
 
 
@@ -215,7 +218,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     shown.add_column("efficiency")
     base = {(row["model"], row["method"], *_shape(row)): row for row in rows if row["status"] == "ok"}
     for row in rows:
-        method = row["method"] + (" (checkpointing)" if row["checkpointing"] else "")
+        method = row["method"] + "".join(f" ({x})" for x in ("compiled", "checkpointing") if row[x])
         sequences = f"{row['batch']} x {row['length']:,}"
         if row["status"] != "ok":
             shown.add_row(row["model"], method, sequences, row["status"])

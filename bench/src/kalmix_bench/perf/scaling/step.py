@@ -16,6 +16,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from kalmix.distributed import ContextParallel, shard_dynamics
+from kalmix.distributed.exchange import sum_over_ranks
+from kalmix.distributed.sharding import DYNAMICS
 from kalmix.models import KalmixConfig, KalmixForCausalLM, hybrid_layers
 from kalmix.models.optimizer import optimizer_groups
 from kalmix_bench.perf.scaling.group import make_mesh
@@ -77,20 +79,21 @@ class Run:
         self.parameters: int = sum(p.numel() for p in model.parameters())
         if cell.checkpointing:
             model.gradient_checkpointing_enable()
-        if cell.compiled:
-            for block in model.model.layers:
-                block.compile()
         self.model: nn.Module = model
         self.context: ContextParallel | None = None
+        self.replicated: list[nn.Parameter] = []
         if cell.method.startswith("fsdp2"):
-            shard(model, 4 if cell.method == "fsdp2 by 4" else 1)
+            self.replicated = shard(model, 4 if cell.method == "fsdp2 by 4" else 1, compiled=cell.compiled)
         elif cell.method not in ALONE:  # with "context", DDP sums the gradients during the backward pass
             self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if cell.compiled:  # `forward` alone: hooks of FSDP2 stay outside, so that all blocks share a compilation
+            for block in model.model.layers:
+                block.forward = torch.compile(block.forward)
         if cell.is_context:
             layout = "head-tail" if cell.model.startswith("hybrid") else "contiguous"
             two_phase = cell.method == "context two-phase"
             self.context = ContextParallel(make_mesh(device), layout, two_phase=two_phase)
-        groups = optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1)
+        groups = split_groups(optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1), self.replicated)
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
         own = distributed.get_rank() if cell.method in ("ddp", "fsdp2", "fsdp2 by 4") else 0
         generator = torch.Generator().manual_seed(own)
@@ -113,6 +116,7 @@ class Run:
         """Take one step, without waiting for the device."""
         if self.context is None:
             self.loss(self.ids, self.labels).backward()
+            average([x.grad for x in self.replicated if x.grad is not None])
         else:
             with self.context as cp:
                 loss = self.loss(cp.shard(self.ids), cp.shard(self.labels))
@@ -121,15 +125,45 @@ class Run:
         self.optimizer.zero_grad()
 
 
-def shard(model: KalmixForCausalLM, together: int) -> None:
-    """Shard a model by FSDP2, with `together` blocks in a group."""
-    shard_dynamics(model)
+def shard(model: KalmixForCausalLM, together: int, *, compiled: bool = False) -> list[nn.Parameter]:
+    """Shard a model by FSDP2, with `together` blocks in a group; return the parameters that it leaves alone.
+
+    If the blocks will be compiled, each rank has all parameters of the dynamics, and `average` must be called with
+    their gradients: hooks of FSDP2 inside of a block would divide it into many graphs, each compiled for each block.
+    """
+    kept: list[nn.Parameter] = []
+    if compiled:
+        kept = [p for name, p in model.named_parameters() if DYNAMICS & set(name.split("."))]
+    else:
+        shard_dynamics(model)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     blocks = list(model.model.layers)
+    options: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(kept)}
     for start in range(0, len(blocks), together):
         group = blocks[start : start + together]
-        fully_shard(group if together > 1 else group[0], mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(group if together > 1 else group[0], **options)
+    fully_shard(model, **options)
+    return kept
+
+
+def average(gradients: list[Tensor]) -> None:
+    """Replace small gradients by their averages over all ranks, in one collective."""
+    if gradients:
+        group = distributed.group.WORLD
+        assert group is not None
+        sum_over_ranks(gradients, group)
+        torch._foreach_div_(gradients, distributed.get_world_size())
+
+
+def split_groups(groups: list[dict[str, Any]], replicated: list[nn.Parameter]) -> list[dict[str, Any]]:
+    """Divide groups of an optimizer, which cannot update sharded and replicated parameters together."""
+    chosen = {id(p) for p in replicated}
+    halves = [
+        group | {"params": [p for p in group["params"] if (id(p) in chosen) == half]}
+        for group in groups
+        for half in (False, True)
+    ]
+    return [group for group in halves if group["params"]]
 
 
 def measure(run: Run, steps: int, wait: Callable[[], None], slowest: Callable[[float], float]) -> dict[str, Any]:
