@@ -159,6 +159,17 @@ def check_rounding_is_refused(folder: Path) -> None:
         model(own)
 
 
+def check_ignored_dynamics(folder: Path) -> None:
+    """Dynamics that `fully_shard` leaves alone act in float32 on every rank."""
+    model = build(["kla"])
+    kept = {p for name, p in model.named_parameters() if "dynamics" in name.split(".")}
+    for module in (*model.model.layers, model):
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), ignored_params=kept)
+    _, own = rows()
+    model(own).logits.sum().backward()
+    assert kept and all(type(p.grad) is torch.Tensor and p.grad.dtype == torch.float32 for p in kept)
+
+
 def check_plain_model(folder: Path) -> None:
     """A model without transformers, sharded by hand."""
     torch.manual_seed(0)
@@ -227,6 +238,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "broadcast weights": partial(check_accelerate, cpu_ram_efficient_loading=True),
     "float32": check_float32,
     "rounding is refused": check_rounding_is_refused,
+    "ignored dynamics": check_ignored_dynamics,
     "plain model": check_plain_model,
     "marginal": check_marginal,
 }
