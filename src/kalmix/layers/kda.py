@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from kalmix import designs
 from kalmix.designs import Design
+from kalmix.layers.branches import run_branches
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.parametrize import StepDecay
@@ -89,4 +92,5 @@ class KDA(DeltaLayer):
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Compute gain `[B, T, G]` and log-decay `[B, T, G, K]`."""
-        return super().signals(x) | {"log_decay": self.decay.log_decay(x)}
+        gain, log_decay = run_branches(x.device, partial(super().signals, x), partial(self.decay.log_decay, x))
+        return gain | {"log_decay": log_decay}

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
+from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import ACTIVATIONS, Gate, QueryKeyColumns, UnitNorm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
@@ -228,17 +229,25 @@ class MemoryLayer(Mixer):
             arguments["variance"] = variance
         with torch.autocast(x.device.type, enabled=False):
             mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
-        gate = None if self.gate_proj is None else self.gate_proj(x)
+        gate = self._gate_input(x)
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, conv_state)), (gate, mean)
 
     def read_step(self, x: Tensor, pool: MemoryState, slots: Slots) -> tuple[Tensor, tuple[Tensor | None, Tensor]]:
         """Return the read-out `[B, 1, G V]` of one token per row, and the gate's input; update the pool in place."""
-        q, k, v, _ = self.project(x, pool.conv_state, None, None, slots)
-        arguments = self.signals(x)
+        (q, k, v, _), arguments, gate = run_branches(
+            x.device,
+            partial(self.project, x, pool.conv_state, None, None, slots),
+            partial(self.signals, x),
+            partial(self._gate_input, x),
+        )
         with torch.autocast(x.device.type, enabled=False):
             mean = self.op(q, k, v, **arguments, belief=pool.belief, slots=slots, kernel=self.kernel).mean.flatten(2)
-        return mean, (None if self.gate_proj is None else self.gate_proj(x), mean)
+        return mean, (gate, mean)
+
+    def _gate_input(self, x: Tensor) -> Tensor | None:
+        """Return the input of the output gate `[B, T, G V]`; `None` without a gate."""
+        return None if self.gate_proj is None else self.gate_proj(x)
 
     @property
     def memory_shape(self) -> tuple[int, int]:
