@@ -16,7 +16,16 @@ from kalmix.designs import Design
 from kalmix.distributed import ops
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides, gather_channels
 from kalmix.layers.base import Mixer, check_state, mask_outside
-from kalmix.layers.fused import gated_skip, l2_normalize, without_storing
+from kalmix.layers.branches import run_branches
+from kalmix.layers.fused import (
+    GatedSkip,
+    RawCellSignals,
+    can_fuse_cells,
+    cell_step,
+    gated_skip,
+    l2_normalize,
+    without_storing,
+)
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution
 from kalmix.layers.parametrize import CellDynamics, observation_precision
@@ -186,19 +195,27 @@ class KLA(Mixer):
         read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, conv_state))
         return read, (z, gate)
 
-    def read_step(self, x: Tensor, pool: KLAState, slots: Slots) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Return the read-out `[B, 1, channels]` of one token per row, and its context; update the pool in place."""
-        signals, context, _ = self.signals(x, pool.conv_state, slots=slots)
+    def read_step(self, x: Tensor, pool: KLAState, slots: Slots) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+        """Return the read-out `[B, 1, channels]` of one token per row, and its context; update the pool in place.
+
+        On GPUs one kernel also applies skip and gate; the context is then `None`.
+        """
+        belief = pool.belief
+        (raw, (z, gate), _), dynamics = run_branches(
+            x.device,
+            partial(self._project, x, pool.conv_state, slots=slots),
+            partial(self.dynamics, belief.mean.dtype),
+        )
+        skip = GatedSkip(z, self.skip, gate)
+        if can_fuse_cells(raw, skip, belief, ops.STEP_KERNELS.get(self.kernel or "")):
+            return cell_step(raw, skip, dynamics, belief, slots), None
         with torch.autocast(x.device.type, enabled=False):
-            mean = ops.diagonal(**signals, belief=pool.belief, slots=slots, kernel=self.kernel).mean
-        return mean[:, :, 0], context
+            signals = self._activate(raw, dynamics)
+            mean = ops.diagonal(**signals, belief=belief, slots=slots, kernel=self.kernel).mean
+        return mean[:, :, 0], (z, gate)
 
     def signals(
-        self,
-        x: Tensor,
-        conv_state: Tensor | None = None,
-        segments: Segments | None = None,
-        slots: Slots | None = None,
+        self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
     ) -> tuple[dict[str, Any], tuple[Tensor, Tensor], Tensor]:
         """Compute the arguments of the op from tokens.
 
@@ -206,11 +223,24 @@ class KLA(Mixer):
             x: tokens `[B, T, D]`.
             conv_state: state of the convolution, or `None`.
             segments: runs of tokens that form sequences, or `None`.
-            slots: slots of each row in a step, where `conv_state` is a pool.
 
         Returns:
             Arguments of `kalmix.ops.diagonal` (with one head); the inputs of skip and gate, `[B, T, channels]` each;
             and the new state of the convolution.
+        """
+        raw, context, after = self._project(x, conv_state, segments)
+        return self._activate(raw, self.dynamics(belief_dtype(raw.v.dtype))), context, after
+
+    def _project(
+        self,
+        x: Tensor,
+        conv_state: Tensor | None = None,
+        segments: Segments | None = None,
+        slots: Slots | None = None,
+    ) -> tuple[RawCellSignals, tuple[Tensor, Tensor], Tensor]:
+        """Return inputs of `_activate`, and the other results of `signals`.
+
+        In a step, `slots` are the slots of each row, and `conv_state` is a pool.
         """
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         z, gate = self.in_proj(mask_outside(x, segment_ids)).chunk(2, dim=-1)
@@ -221,10 +251,14 @@ class KLA(Mixer):
         projected = self.signal_proj(gather_channels(z, self.tensor_parallel))
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
         v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
-        log_decay, process_noise = self.dynamics(belief_dtype(v.dtype))
-        per_token = {"q": l2_normalize(q), "k": l2_normalize(k), "v": v, "precision": observation_precision(noise)}
+        return RawCellSignals(q, k, v, noise), (z, gate), after
+
+    def _activate(self, raw: RawCellSignals, dynamics: tuple[Tensor, Tensor]) -> dict[str, Any]:
+        """Return the arguments of `kalmix.ops.diagonal`."""
+        q, k, precision = l2_normalize(raw.q), l2_normalize(raw.k), observation_precision(raw.noise)
+        per_token = {"q": q, "k": k, "v": raw.v, "precision": precision}
         signals = {name: signal[:, :, None] for name, signal in per_token.items()}
-        return signals | {"log_decay": log_decay[None], "process_noise": process_noise[None]}, (z, gate), after
+        return signals | {name: x[None] for name, x in zip(("log_decay", "process_noise"), dynamics, strict=True)}
 
     def state_size(self, length: int) -> int:
         """Return the number of means and variances."""
@@ -246,8 +280,10 @@ class KLA(Mixer):
         """Return the attention maps of all channels in closed form (appendix E.4), `[B, channels, T, T]`."""
         return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
 
-    def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """Apply skip, gate and output projection."""
+    def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor] | None) -> Tensor:
+        """Apply skip and gate, unless the step has done so, and the output projection."""
+        if context is None:
+            return self.out_proj(readout)
         z, gate = context
         return without_storing(partial(gated_skip, readout, z, self.skip, gate), self.out_proj)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from kalmix.layers.fused import cell_dynamics, positive, softplus_precision, step_decay
 from kalmix.layers.fused.cell_dynamics import discretize_ou as discretize_ou
 from kalmix.layers.fused.cell_dynamics import discretize_zoh as discretize_zoh
+from kalmix.layers.fused.precision import NOISE_FLOOR
 from kalmix.layers.fused.trajectory_step import RawDynamics
 from kalmix.layers.modules import is_plain, low_rank, to_state_dtype
 from kalmix.ops import LEAST_NOISE, Dynamics
@@ -40,7 +41,7 @@ def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
     return F.softplus(to_state_dtype(raw)) + floor
 
 
-def observation_precision(raw: Tensor, floor: float = 1e-4) -> Tensor:
+def observation_precision(raw: Tensor, floor: float = NOISE_FLOOR) -> Tensor:
     """Return the precision 1 / (softplus(raw) + floor) of an observation, in the dtype of beliefs."""
     return softplus_precision(raw, floor)
 

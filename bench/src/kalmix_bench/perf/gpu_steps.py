@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from kalmix import DenseBelief, DiagonalBelief, PointBelief, RidgeBelief, steps
-from kalmix.layers.fused import QueryKeyColumns, UnitNorm, convolve_qkv_step, short_convolution_step
+from kalmix.layers.fused import (
+    GatedSkip,
+    QueryKeyColumns,
+    RawCellSignals,
+    UnitNorm,
+    cell_step,
+    convolve_qkv_step,
+    short_convolution_step,
+)
 from kalmix.layers.fused.trajectory_step import RawDynamics, RawWeights, predict_step, step_parameters
 from kalmix.ops import ConjugateGradient, Dynamics, Fixed
 
@@ -56,6 +64,11 @@ def _cells(dtype: torch.dtype) -> None:
         signals = steps.DiagonalSignals(*tokens, _signal(values), _empty(*shape), _empty(*shape))
         for variance in (False, True):
             _step("diagonal", signals, pool, variance=variance)
+    for slots, channels in ((16, 1024), (3, 5)):
+        raw = RawCellSignals(*(_empty(ROWS, 1, width, dtype=dtype) for width in (slots, slots, channels, channels)))
+        z, gate, scale = (_empty(*shape, channels, dtype=dtype) for shape in ((ROWS, 1), (ROWS, 1), ()))
+        cells = [_empty(*shape, slots, channels) for shape in ((), (), (SLOTS, 1), (SLOTS, 1))]
+        cell_step(raw, GatedSkip(z, scale, gate), (cells[0], cells[1]), DiagonalBelief(*cells[2:]), _slots())
 
 
 def _sums(dtype: torch.dtype) -> None:

@@ -6,6 +6,10 @@ op. `dispatch.py` chooses the form. Layers use the functions; keys of their stat
 
 from kalmix.layers.fused.activations import ACTIVATIONS as ACTIVATIONS
 from kalmix.layers.fused.cell_dynamics import cell_dynamics as cell_dynamics
+from kalmix.layers.fused.cell_inputs import GatedSkip as GatedSkip
+from kalmix.layers.fused.cell_inputs import RawCellSignals as RawCellSignals
+from kalmix.layers.fused.cell_step import can_fuse_cells as can_fuse_cells
+from kalmix.layers.fused.cell_step import cell_step as cell_step
 from kalmix.layers.fused.convolution import Packing as Packing
 from kalmix.layers.fused.convolution import convolve_qkv as convolve_qkv
 from kalmix.layers.fused.convolution import short_convolution as short_convolution

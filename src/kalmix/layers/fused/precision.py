@@ -12,6 +12,8 @@ from kalmix.layers.fused.dispatch import uses_triton
 from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.types import belief_dtype
 
+NOISE_FLOOR = 1e-4  # smallest variance of an observation in layers
+
 
 def softplus_precision(raw: Tensor, floor: float) -> Tensor:
     """Return the precision 1 / (softplus(raw) + floor) in the dtype of beliefs.

@@ -22,16 +22,21 @@ def _locate(rows, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     return row.to(tl.int64)[:, None], column[None, :], (row < rows)[:, None] & (column < C)[None, :]
 
 
-@triton.jit(do_not_specialize=["rows"])
-def _forward_kernel(x, y, rows, stride, floor, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    row, column, mask = _locate(rows, C, BLOCK, ROWS)
-    raw = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+@triton.jit
+def precision_of(raw, floor):
+    """Return 1 / (softplus(raw) + floor), without cancellation."""
     small = tl.exp(-tl.abs(raw))
     above = 1.0 + small
     # log(1 + small): the quotient cancels the rounding of `above`
     logarithm = tl.where(above == 1.0, small, small * (tl.log(above) / tl.where(above == 1.0, 1.0, above - 1.0)))
-    variance = tl.where(raw > 0.0, raw, 0.0) + logarithm + floor
-    tl.store(y + row * C + column, 1.0 / variance, mask=mask)
+    return 1.0 / (tl.where(raw > 0.0, raw, 0.0) + logarithm + floor)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _forward_kernel(x, y, rows, stride, floor, C: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    row, column, mask = _locate(rows, C, BLOCK, ROWS)
+    raw = tl.load(x + row * stride + column, mask=mask, other=0.0).to(tl.float32)
+    tl.store(y + row * C + column, precision_of(raw, floor), mask=mask)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -21,6 +21,16 @@ CELLS = 512  # cells of a program
 
 
 @triton.jit
+def update_cells(mean, variance, decay, noise, key, value, weight):
+    """Predict and update cells; return their mean and variance. `weight` is the precision of the observations."""
+    predicted = decay * mean
+    variance = decay * decay * variance + noise
+    weighted_key = key * weight
+    variance = variance / (1.0 + key * weighted_key * variance)
+    return predicted + variance * weighted_key * (value - key * predicted), variance
+
+
+@triton.jit
 def step_cells(
     q, k, v, precision, log_decay, noise, means, variances, read, write, mean, variance,
     q_row, q_head, k_row, k_head, v_row, v_head, precision_row, precision_head, decay_row, noise_row,
@@ -48,11 +58,7 @@ def step_cells(
     at_weight = precision + row * precision_row + head * precision_head + columns
     weight = tl.load(at_weight, mask=has_column, other=0.0).to(dtype)[None, :]
 
-    predicted = decay * old_mean
-    cell_variance = decay * decay * old_variance + added
-    weighted_key = key * weight
-    cell_variance = cell_variance / (1.0 + key * weighted_key * cell_variance)
-    cell_mean = predicted + cell_variance * weighted_key * (value - key * predicted)
+    cell_mean, cell_variance = update_cells(old_mean, old_variance, decay, added, key, value, weight)
     at_output = (row * heads + head) * V + columns
     total = tl.where(has_column, tl.sum(query * cell_mean, 0), 0.0)
     tl.store(mean + at_output, total.to(mean.dtype.element_ty), mask=columns < V)
