@@ -16,7 +16,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers import mixer_class
 from kalmix.layers.base import Mixer, option_types
 from kalmix.layers.config_io import has_config, to_config
-from kalmix.layers.fused import swiglu, without_storing
+from kalmix.layers.fused import can_fuse_swiglu, swiglu, swiglu_linear, without_storing
 from kalmix.layers.modules import RMSNorm, is_plain, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.steps import Slots
@@ -234,6 +234,9 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
+        projects = is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None
+        if projects and self.activation == "swiglu" and can_fuse_swiglu(x, self.in_proj.weight):
+            return self.out_proj(swiglu_linear(x, self.in_proj.weight))
         activate = swiglu if self.activation == "swiglu" else squared_relu
         return without_storing(partial(activate, self.in_proj(x)), self.out_proj)
 

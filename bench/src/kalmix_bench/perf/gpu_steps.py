@@ -18,6 +18,7 @@ from kalmix.layers.fused import (
     cell_step,
     convolve_qkv_step,
     short_convolution_step,
+    swiglu_linear,
 )
 from kalmix.layers.fused.trajectory_step import RawDynamics, RawWeights, predict_step, step_parameters
 from kalmix.ops import ConjugateGradient, Dynamics, Fixed
@@ -69,6 +70,11 @@ def _cells(dtype: torch.dtype) -> None:
         z, gate, scale = (_empty(*shape, channels, dtype=dtype) for shape in ((ROWS, 1), (ROWS, 1), ()))
         cells = [_empty(*shape, slots, channels) for shape in ((), (), (SLOTS, 1), (SLOTS, 1))]
         cell_step(raw, GatedSkip(z, scale, gate), (cells[0], cells[1]), DiagonalBelief(*cells[2:]), _slots())
+
+
+def _projections(dtype: torch.dtype) -> None:
+    for rows in (1, 64) if dtype != FLOAT else ():
+        swiglu_linear(_empty(rows, 1, 1024, dtype=dtype), _empty(5472, 1024, dtype=dtype))
 
 
 def _sums(dtype: torch.dtype) -> None:
@@ -132,4 +138,5 @@ STEPS: dict[str, Callable[[torch.dtype], None]] = {
     "attend": _histories,
     "short convolution": _convolution,
     "trajectories": _trajectories,
+    "projections": _projections,
 }

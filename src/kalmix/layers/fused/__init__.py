@@ -16,7 +16,9 @@ from kalmix.layers.fused.convolution import short_convolution as short_convoluti
 from kalmix.layers.fused.convolution_step import convolve_qkv_step as convolve_qkv_step
 from kalmix.layers.fused.convolution_step import short_convolution_step as short_convolution_step
 from kalmix.layers.fused.cross_entropy import linear_cross_entropy as linear_cross_entropy
+from kalmix.layers.fused.gating import can_fuse_swiglu as can_fuse_swiglu
 from kalmix.layers.fused.gating import swiglu as swiglu
+from kalmix.layers.fused.gating import swiglu_linear as swiglu_linear
 from kalmix.layers.fused.head_signals import HeadSignal as HeadSignal
 from kalmix.layers.fused.head_signals import can_fuse_signals as can_fuse_signals
 from kalmix.layers.fused.head_signals import head_signals as head_signals

@@ -13,7 +13,8 @@ DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kern
 TRACED = frozenset({"short_convolution", "recurrent_afa", "head_signals", "step_decay"})
 KNEE = 8.0  # where `positive` changes from exponential to power
 MAX_COLUMNS = 16384  # columns that one program normalises together
-STEP_ROWS = 64  # largest number of tokens of the kernel of head signals for decoding
+STEP_ROWS = 64  # largest number of tokens of the kernels of projections for decoding
+HALF = (torch.bfloat16, torch.float16)
 
 
 def uses_triton(part: str, x: Tensor, columns: int = 1) -> bool:

@@ -1,15 +1,16 @@
-"""Product of two halves of a projection, of which one is activated."""
+"""Product of two halves of a projection, of which one is activated; in decoding, the projection with it."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
-from kalmix.layers.fused.dispatch import uses_triton
-from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
+from kalmix.layers.fused.dispatch import HALF, STEP_ROWS, uses_triton
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, with_launch_cache, without_dispatcher
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -29,6 +30,44 @@ def swiglu(x: Tensor) -> Tensor:
         [0.0, 400.0]
     """
     return _swiglu(x) if uses_triton("swiglu", x) else _eager(x)[0]
+
+
+def can_fuse_swiglu(x: Tensor, weight: Tensor) -> bool:
+    """Return whether `swiglu_linear` accepts these arguments: half precision, few tokens, and no gradients."""
+    return (
+        uses_triton("swiglu_linear", x)
+        and x.dtype in HALF
+        and weight.dtype == x.dtype
+        and x.numel() <= STEP_ROWS * x.shape[-1]
+        and type(weight) in (Tensor, nn.Parameter)  # no subclasses, such as quantized or sharded tensors
+        and not torch.compiler.is_compiling()
+        and not torch.is_autocast_enabled(x.device.type)
+        and not needs_grad(x, weight)
+    )
+
+
+def swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
+    """Compute `swiglu(x weight')` in one kernel, for the few tokens of a decoding step; see `can_fuse_swiglu`.
+
+    The projection is rounded to the dtype of `x` before the activation, as a linear layer rounds it.
+
+    Args:
+        x: `[..., D]`.
+        weight: `[2 F, D]`: F rows of the gate, then F rows of the value.
+
+    Returns:
+        `[..., F]` in the dtype of `x`.
+
+    Complexity: O(D) per element.
+    """
+    return _swiglu_linear(x, weight)
+
+
+@with_launch_cache
+def _swiglu_linear(x: Tensor, weight: Tensor) -> Tensor:
+    from kalmix.layers.fused.triton.gating import project
+
+    return project(x, weight)
 
 
 def _eager(x: Tensor) -> tuple[Tensor]:

@@ -10,12 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
-from kalmix.layers.fused.dispatch import STEP_ROWS, uses_triton
+from kalmix.layers.fused.dispatch import HALF, STEP_ROWS, uses_triton
 from kalmix.ops._shared.custom_op import custom_op, needs_grad, with_launch_cache, without_dispatcher
 
 MAX_GROUPS = 3
 MAX_COLUMNS = 128  # of all groups
-HALF = (torch.bfloat16, torch.float16)
 
 
 class HeadSignal(NamedTuple):
