@@ -1,8 +1,11 @@
 """Triton kernel of the step of `dense`: one token for each row, in place on a pool of beliefs.
 
-A program predicts, updates and reads the belief of one row and value head. Up to 128 keys the covariance is in
-registers. Wider ones are read three times, in blocks of columns, from their lower triangle. Sizes depend on widths
-only: a row has the same bits in any batch.
+A program predicts and updates the covariance of one row and value head. Up to 128 keys the covariance is in registers.
+Wider ones are read three times, in blocks of columns, from their lower triangle. Sizes depend on widths only: a row has
+the same bits in any batch.
+
+Given the gain, the mean is a memory of `delta`, whose step updates it: its many small programs keep the bandwidth of
+memory busy, which programs that hold a covariance do not. With rotations the same program updates the mean.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.signals import DenseSignals
+from kalmix.ops._linear_memory.triton.step import step as step_memory
 from kalmix.ops._shared.step import Slots
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.step import contiguous_width, matrix_sizes, row_strides, take_block
@@ -97,13 +101,16 @@ def multiply(tile, x, block):
 
 @triton.jit
 def step_belief(
-    q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, read, write, mean, variance,
+    q, k, v, obs_noise, process_noise, log_decay, angle, means, covariances, read, write, mean, variance, gains,
     q_row, q_head, k_row, k_head, v_row, v_head, obs_row, obs_head, process_row, process_head,
     decay_row, decay_head, angle_row, angle_head, mean_slot, covariance_slot, heads, group,
     K: tl.constexpr, V: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr, STRIP: tl.constexpr,
     VALUES: tl.constexpr, RATES: tl.constexpr, DECAY: tl.constexpr, ROTATES: tl.constexpr, VARIANCE: tl.constexpr,
 ):  # fmt: skip
-    """Predict the belief of a row and head, update it in Joseph form as `joseph_update` does, and read it."""
+    """Predict the belief of a row and head, update it in Joseph form as `joseph_update` does, and read it.
+
+    Without rotations, store the gain instead of updating and reading the mean.
+    """
     dtype: tl.constexpr = covariances.dtype.element_ty
     BLOCKS: tl.constexpr = KEYS // COLUMNS
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -169,31 +176,32 @@ def step_belief(
     if VARIANCE:
         tl.store(variance + row * heads + head, tl.where(active, spread, 0.0).to(variance.dtype.element_ty))
 
-    decay, cos, sin = transition
-    for first in range(0, V, VALUES):
-        columns = first + tl.arange(0, VALUES)
-        has_column = (columns < V) & active
-        inside = has_key[:, None] & has_column[None, :]
-        cells = (head * K + keys)[:, None] * V + columns[None, :]
-        memory = tl.load(means + source * mean_slot + cells, mask=inside, other=0.0)
-        if ROTATES:
+    if ROTATES:
+        decay, cos, sin = transition
+        for first in range(0, V, VALUES):
+            columns = first + tl.arange(0, VALUES)
+            has_column = (columns < V) & active
+            inside = has_key[:, None] & has_column[None, :]
+            cells = (head * K + keys)[:, None] * V + columns[None, :]
+            memory = tl.load(means + source * mean_slot + cells, mask=inside, other=0.0)
             partner = tl.where(keys < K // 2, keys + K // 2, keys - K // 2)
             at_partner = means + source * mean_slot + (head * K + partner)[:, None] * V + columns[None, :]
             memory = cos[:, None] * memory + sin[:, None] * tl.load(at_partner, mask=inside, other=0.0)
-        memory *= decay[:, None]
-        value = tl.load(v + row * v_row + head * v_head + columns, mask=has_column, other=0.0).to(dtype)
-        memory += gain[:, None] * (value - tl.sum(key[:, None] * memory, 0))[None, :]
-        total = tl.where(has_column, tl.sum(query[:, None] * memory, 0), 0.0)
-        tl.store(mean + (row * heads + head) * V + columns, total.to(mean.dtype.element_ty), mask=columns < V)
-        if ROTATES:
+            memory *= decay[:, None]
+            value = tl.load(v + row * v_row + head * v_head + columns, mask=has_column, other=0.0).to(dtype)
+            memory += gain[:, None] * (value - tl.sum(key[:, None] * memory, 0))[None, :]
+            total = tl.where(has_column, tl.sum(query[:, None] * memory, 0), 0.0)
+            tl.store(mean + (row * heads + head) * V + columns, total.to(mean.dtype.element_ty), mask=columns < V)
             tl.debug_barrier()  # every warp has read the partners of its rows
-        tl.store(means + target * mean_slot + cells, memory, mask=inside & stored)
+            tl.store(means + target * mean_slot + cells, memory, mask=inside & stored)
+    else:
+        tl.store(gains + (row * heads + head) * K + keys, gain, mask=keys < K)
 
 
 def step(
     signals: DenseSignals, pool: DenseBelief, slots: Slots, out: tuple[Tensor, Tensor | None] | None, variance: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Launch the step; return the mean `[B, 1, G, V]`, and the variance `[B, 1, G, 1]` if requested."""
+    """Launch the steps; return the mean `[B, 1, G, V]`, and the variance `[B, 1, G, 1]` if requested."""
     q, k, v = (contiguous_width(x) for x in signals[:3])
     noises = signals[3:5]
     log_decay, angle = (x if x is None or x.ndim == 3 else contiguous_width(x) for x in signals[5:])
@@ -202,12 +210,15 @@ def step(
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device) if mean is None else mean
     if variance and read_variance is None:
         read_variance = torch.empty(batch, 1, heads, 1, dtype=pool.mean.dtype, device=v.device)
+    gains = None
+    if angle is None:
+        gains = torch.empty(batch, 1, heads, keys, dtype=pool.covariance.dtype, device=v.device)
     sizes = matrix_sizes(keys, width)
     if sizes["KEYS"] == 128 and angle is None and pool.mean.dtype == torch.float32:
         sizes["num_warps"] = WARPS
     Launch(step_belief, (batch, heads), (
         q, k, v, *noises, v if log_decay is None else log_decay, v if angle is None else angle, *pool, *slots,
-        mean, mean if read_variance is None else read_variance,
+        mean, mean if read_variance is None else read_variance, mean if gains is None else gains,
         *(y for x in (q, k, v, *noises, log_decay, angle) for y in row_strides(x)), *(x.stride(0) for x in pool),
         heads, heads // q.shape[2],
     ), {
@@ -215,4 +226,6 @@ def step(
         "RATES": log_decay.shape[3] if log_decay is not None and log_decay.ndim == 4 else 1, "VARIANCE": variance,
         **sizes,
     }).run()  # fmt: skip
+    if gains is not None:
+        step_memory(q, k, v, gains, log_decay, pool.mean, slots, mean, corrects=True)
     return mean, read_variance if variance else None
