@@ -25,11 +25,9 @@ from kalmix.ops._linear_memory.triton.forward import (
 )
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out
 from kalmix.ops._linear_memory.triton.vector_decay import unfold_decays
-from kalmix.ops._linear_memory.triton.vector_decay_tiles import split_gradients
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
-SPLIT_OPTIONS = {"BLOCK": 64, "num_warps": 4, "num_stages": 1}
 UNFOLD_KEYS = 128  # keys of a program
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
@@ -130,42 +128,31 @@ def backward(
         ), {**options, **features, **s.sizes}).run()  # fmt: skip
     blocks, shape = -(-keys // s.sizes["BLOCK"]), (batch, length, heads)
     signals = (s.q, s.k, s.writes, errors, grad_mean, dv, s.gain, s.log_decay)
-    groups, float32 = (heads, group, write_group), {"dtype": torch.float32, "device": v.device}
+    groups = heads, group, write_group
     dscores, dcorrections = torch.empty(2, *shape, size, **like)
     Launch(pair_gradients, (tiling.num_tiles * heads,), (
         *signals, dscores, dcorrections, ddecay, *tiles, *strides(*signals[:5]), *groups,
     ), {"CORRECTS": corrects, "num_warps": 4, **features, **s.sizes}).run()  # fmt: skip
-    folded_grads, grad_decay = (dq, dk, dgain if s.vector_gains else dk), ddecay
+    folded_grads, decay_grads = (dq, dk, dgain if s.vector_gains else dk), ddecay
     if s.per_key:
-        folded_grads = torch.empty(3, *shape, keys, **like)
-        grad_decay = torch.empty(s.tile_decay.shape, **float32)
+        folded_grads, decay_grads = torch.empty(3, *shape, keys, **like), torch.empty_like(s.subtiles[3])
     options = {"PER_KEY": s.per_key, "VECTOR": s.vector_gains, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
     Launch(signal_gradients, (tiling.num_tiles * heads * blocks,), (
-        *signals, states, adjoints, dscores, dcorrections, *folded_grads, dgain, grad_decay,
+        *signals, s.tile_decay, states, adjoints, dscores, dcorrections, *folded_grads, dgain, decay_grads,
         *tiles, batch * length, *strides(*signals[:5]), *groups,
     ), {**options, **features, **s.sizes}).run()  # fmt: skip
     if s.per_key:
-        features = per_key_sizes(s.sizes, corrects)
-        subtiles, tile_grads = size // SUBTILE, folded_grads
-        if subtiles > 1:
-            common_grad, folded_grads = torch.empty_like(s.subtiles[3]), torch.empty_like(tile_grads)
-            Launch(split_gradients, (tiling.num_tiles, heads, -(-keys // SPLIT_OPTIONS["BLOCK"])), (
-                *s.subtiles, s.tile_decay, *tile_grads, grad_decay, dscores, dcorrections, *folded_grads, common_grad,
-                *tiles, heads,
-            ), {**features, **SPLIT_OPTIONS}).run()  # fmt: skip
-        else:
-            common_grad = s.tile_decay * grad_decay
         inputs = (
             contiguous_rows(q),
             contiguous_rows(k),
             contiguous_rows(gain) if s.vector_gains else contiguous_rows(k),
         )
-        Launch(unfold_decays, (tiling.num_tiles * subtiles, heads, -(-keys // UNFOLD_KEYS)), (
-            *inputs, s.gain, s.log_decay, *folded_grads, common_grad, dscores, dcorrections,
+        Launch(unfold_decays, (tiling.num_tiles * (size // SUBTILE), heads, -(-keys // UNFOLD_KEYS)), (
+            *inputs, s.gain, s.log_decay, *s.subtiles, *folded_grads, decay_grads, dscores, dcorrections,
             dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
             *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
         ), {
-            "KEYS": UNFOLD_KEYS, "GAINS": s.scalar_gains, "VECTOR": s.vector_gains, **features,
+            "KEYS": UNFOLD_KEYS, "GAINS": s.scalar_gains, "VECTOR": s.vector_gains, **per_key_sizes(s.sizes, corrects),
             **per_key_options(UNFOLD_OPTIONS, keys, v),
         }).run()  # fmt: skip
     return grad_prior

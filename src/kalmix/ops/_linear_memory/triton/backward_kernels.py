@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmix.ops._linear_memory.triton.vector_decay import SUBTILE
 from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
@@ -211,7 +212,7 @@ def pair_gradients(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
 def signal_gradients(
-    q, k, writes, errors, grad_mean, grad_values, gain, log_decay, states, adjoints, dscores, dcorrections,
+    q, k, writes, errors, grad_mean, grad_values, gain, log_decay, tile_decay, states, adjoints, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, v_token, v_head, g_token, g_head, G, GROUP, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
@@ -222,8 +223,9 @@ def signal_gradients(
 
     A program does so for some columns, and sums the gradients of gains and log-decays over these columns only.
 
-    If PER_KEY, q, k and `writes` have decays folded in. Then store only the gradients through the memory, and the
-    gradient of the decay of the tile in place of those of log-decays.
+    If PER_KEY, q, k and `writes` have decays folded in. Then store only the gradients through the memory. In place of
+    those of log-decays, store the gradient that all log-decays of a subtile share, through the memory and through the
+    decays between the subtile and the edges of the tile: sums over tokens, computed as products with ones and zeros.
     """
     index, head, block = locate_program(G, (K + BLOCK - 1) // BLOCK)
     token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
@@ -257,7 +259,25 @@ def signal_gradients(
             grad_total += tl.sum(state_rows * load_state(adjoints, key, column, K, V).to(tl.float32), 1)
     grad_key = -grad_key
     if PER_KEY:
-        tl.store(dlog_decay + (index.to(tl.int64) * G + head) * K + key, grad_total, mask=key < K)
+        SUBTILES: tl.constexpr = SIZE // SUBTILE
+        at = (index.to(tl.int64) * G + head) * K + key
+        grad_total *= tl.load(tile_decay + at, mask=key < K, other=0.0)
+        if SUBTILES == 1:
+            tl.store(dlog_decay + at, grad_total, mask=key < K)
+        else:
+            i, subtile = tl.arange(0, 16)[:, None], t[None, :] // SUBTILE
+            write = load_rows(writes + token * w_token + head // W_GROUP * w_head, w_token, count, key, K, SIZE)
+            products = write * grad_write
+            common_grad = matmul(tl.where(subtile < i, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION)
+            query = load_rows(q + token * q_token + head // GROUP * q_head, q_token, count, key, K, SIZE)
+            products = query * grad_query
+            if CORRECTS:
+                key_rows = load_rows(k + token * k_token + head // GROUP * k_head, k_token, count, key, K, SIZE)
+                products += key_rows * grad_key
+            ones = tl.where(subtile > i, 1.0, 0.0).to(DTYPE)
+            common_grad = matmul(ones, products.to(DTYPE), PRECISION, common_grad) + grad_total[None, :]
+            at = ((index.to(tl.int64) * SUBTILES + i) * G + head) * K + key[None, :]
+            tl.store(dlog_decay + at, common_grad, mask=(i < SUBTILES) & (key < K)[None, :])
     else:
         query = load_rows(q + token * q_token + head // GROUP * q_head, q_token, count, key, K, SIZE)
         key_rows = load_rows(k + token * k_token + head // GROUP * k_head, k_token, count, key, K, SIZE)

@@ -43,13 +43,6 @@ def decay_to_middle(decays, subtile):
     return tl.where((subtile == 3)[:, None], decays[2][None, :], decay)
 
 
-@triton.jit
-def opposite_halves(t, HALF: tl.constexpr):
-    """Return the mask of pairs `[t, s]` in the upper and the lower half of the same group of 2 HALF tokens."""
-    upper = t[:, None] // HALF == t[None, :] // HALF + 1
-    return upper & (t[:, None] // (2 * HALF) == t[None, :] // (2 * HALF))
-
-
 @triton.jit(do_not_specialize=UNSPECIALIZED)
 def join_subtiles(
     q, k, w, subtile_decays, q_in, k_in, w_out, tile_decay, scores, corrections, tile_table, length, tiles, G,
@@ -105,86 +98,3 @@ def join_subtiles(
     tl.store(scores + at, tl.where(earlier, score, 0.0).to(DTYPE), mask=inside)
     if CORRECTS:
         tl.store(corrections + at, tl.where(earlier, correction, 0.0), mask=inside)
-
-
-@triton.jit
-def load_opposite(base, stride, count, t, HALF: tl.constexpr, FLIP: tl.constexpr):
-    pairs = opposite_halves(t, HALF)
-    if FLIP:
-        return tl.load(base + t[None, :] * stride + t[:, None], mask=tl.trans(pairs) & (t < count)[None, :], other=0.0)
-    return tl.load(base + t[:, None] * stride + t[None, :], mask=pairs & (t < count)[:, None], other=0.0)
-
-
-@triton.jit(do_not_specialize=UNSPECIALIZED)
-def split_gradients(
-    q, k, w, subtile_decays, tile_decay, grad_q_in, grad_k_in, grad_w_out, grad_tile_decay, dscores, dcorrections,
-    dq, dk, dw, common_grad, tile_table, length, tiles, G,
-    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Store gradients of the results of subtiles, for some columns, given those of their tile.
-
-    `common_grad` is the gradient of the log-decay of each whole subtile: sums over the tokens before or after it,
-    computed as products with ones and zeros.
-    """
-    index, head, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
-    if count == 0:
-        return
-    DTYPE: tl.constexpr = dq.dtype.element_ty
-    SUBTILES: tl.constexpr = SIZE // SUBTILE
-    t, i = tl.arange(0, SIZE), tl.arange(0, 16)[:, None]
-    key, subtile = block * BLOCK + tl.arange(0, BLOCK), t // SUBTILE
-    row = token * G + head
-    decays = load_subtile_decays(subtile_decays, index.to(tl.int64), head, key, G, K, SUBTILES)
-    query = load_rows(q + row * K, G * K, count, key, K, SIZE)
-    key_rows = query
-    if CORRECTS:
-        key_rows = load_rows(k + row * K, G * K, count, key, K, SIZE)
-    write = load_rows(w + row * K, G * K, count, key, K, SIZE)
-    to_start, to_end = decays_to_edges(decays, subtile)
-    grad_query = to_start * load_rows(grad_q_in + row * K, G * K, count, key, K, SIZE)
-    products = query * grad_query
-    grad_key = tl.zeros([SIZE, BLOCK], tl.float32)
-    if CORRECTS:
-        grad_key = to_start * load_rows(grad_k_in + row * K, G * K, count, key, K, SIZE)
-        products += key_rows * grad_key
-    outer_grads = matmul(tl.where(subtile[None, :] > i, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION)
-    grad_write = to_end * load_rows(grad_w_out + row * K, G * K, count, key, K, SIZE)
-    products = write * grad_write
-    outer_grads = matmul(tl.where(subtile[None, :] < i, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION, outer_grads)
-    scores, corrections_at = dscores + row * SIZE, dcorrections + row * SIZE
-    grad_query = matmul(load_opposite(scores, G * SIZE, count, t, 16, False), write, PRECISION, grad_query)
-    grad_write = matmul(load_opposite(scores, G * SIZE, count, t, 16, True), query, PRECISION, grad_write)
-    if CORRECTS:
-        grad_key = matmul(load_opposite(corrections_at, G * SIZE, count, t, 16, False), write, PRECISION, grad_key)
-        pairs = load_opposite(corrections_at, G * SIZE, count, t, 16, True)
-        grad_write = matmul(pairs, key_rows, PRECISION, grad_write)
-    if SUBTILES == 4:
-        decay = decay_to_middle(decays, subtile)
-        decayed_writes, decayed_reads = (write * decay).to(DTYPE), (query * decay).to(DTYPE)
-        read_grads = matmul(load_opposite(scores, G * SIZE, count, t, 32, False), decayed_writes, PRECISION)
-        grad_query += read_grads * decay
-        products = read_grads * decayed_reads
-        write_grads = matmul(load_opposite(scores, G * SIZE, count, t, 32, True), decayed_reads, PRECISION)
-        if CORRECTS:
-            decayed_reads = (key_rows * decay).to(DTYPE)
-            read_grads = matmul(load_opposite(corrections_at, G * SIZE, count, t, 32, False), decayed_writes, PRECISION)
-            grad_key += read_grads * decay
-            products += read_grads * decayed_reads
-            pairs = load_opposite(corrections_at, G * SIZE, count, t, 32, True)
-            write_grads = matmul(pairs, decayed_reads, PRECISION, write_grads)
-        grad_write += write_grads * decay
-        products += write_grads * decayed_writes
-        inner_subtiles = ((subtile[None, :] == 0) & (i == 1)) | ((subtile[None, :] == 3) & (i == 2))
-        outer_grads = matmul(tl.where(inner_subtiles, 1.0, 0.0).to(DTYPE), products.to(DTYPE), PRECISION, outer_grads)
-    at = (index.to(tl.int64) * G + head) * K + key
-    tile_grad = tl.load(tile_decay + at, mask=key < K, other=0.0) * tl.load(
-        grad_tile_decay + at, mask=key < K, other=0.0
-    )
-    at = ((index.to(tl.int64) * SUBTILES + i) * G + head) * K + key[None, :]
-    tl.store(common_grad + at, outer_grads + tile_grad[None, :], mask=(i < SUBTILES) & (key < K)[None, :])
-    store_rows(dq + row * K, G * K, count, key, grad_query, K, SIZE)
-    if CORRECTS:
-        store_rows(dk + row * K, G * K, count, key, grad_key, K, SIZE)
-    store_rows(dw + row * K, G * K, count, key, grad_write, K, SIZE)
