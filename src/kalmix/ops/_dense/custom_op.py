@@ -141,7 +141,7 @@ def _forward(
     rotation = (chunk_angles, total_angle, final_mean, final_covariance)
     if angle is not None:
         final_mean, final_covariance = turn_belief(final_mean, final_covariance, total_angle)
-    pairs = zip((*gains, *results[1:], *rotation), shapes, strict=True)
+    pairs = zip((*gains, *results[1:4], *rotation), shapes, strict=True)
     gain, rounded_gain, innovation_var, saved_cov, *others = (
         x if x.shape == shape else x.new_empty(shape) for x, shape in pairs
     )
@@ -223,7 +223,8 @@ def _backward(
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     saved = SavedGains(gain, rounded_gain if rounded_gain.numel() else gain, innovation_var, covariances)
-    results, noises = ForwardResults(grad_mean, states, errors, inverses), (obs_noise, process_noise)
+    results = ForwardResults(grad_mean, states, errors, inverses, v.new_empty(0), v.new_empty(0))
+    noises = obs_noise, process_noise
     if angle is None:
         signals, grads = (q, k, v, *noises, log_decay, None), (grad_mean, grad_variance, grad_final_mean)
         return backward(*signals, saved, results, segments, size, *grads, grad_final_covariance, None, cuda)

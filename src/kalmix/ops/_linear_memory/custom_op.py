@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # these ops import this module
     from kalmix.ops._additive.signals import AdditiveSignals
     from kalmix.ops._delta.signals import DeltaSignals
 
+SUBTILE = 16  # tokens per subtile, for decays per key
+
 REQUIREMENTS: dict[str, Any] = {  # fields of `Kernel` that the Triton rows of `additive` and `delta` share
     "devices": ("cuda",),
     "dtypes": FLOAT32_STATE_DTYPES,
@@ -33,7 +35,8 @@ def filter_memory(
     """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
     The backward pass stores a memory every `tile_size` tokens and, if `corrects`, the prediction errors and an inverse
-    `[tile_size, tile_size]` for each tile.
+    `[tile_size, tile_size]` for each tile. With decays per key it also stores the scores, a number per token and
+    position in the tile, and the decays `[K]` of every 16 tokens, unless these are a tile.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
@@ -60,9 +63,23 @@ def stored_shapes(
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
 
 
+def _decay_shapes(
+    k: Tensor, v: Tensor, log_decay: Tensor | None, rows: Tensor | None, store: bool
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of stored scores and decays of subtiles; `(0,)` if they are not stored."""
+    (batch, length, heads, _), size = v.shape, tile_size(v.shape[1], v.dtype)
+    if not store or log_decay is None or log_decay.ndim != 4 or size == SUBTILE:
+        return (0,), (0,)
+    count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
+    return (batch, length, heads, size), (count * size // SUBTILE, heads, k.shape[3])
+
+
 def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store):
     stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store))
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device), prior.new_empty(prior.shape), *stored
+    scores, decays = _decay_shapes(k, v, log_decay, rows, store)
+    decays = v.new_empty(decays, dtype=torch.float32)
+    mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
+    return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays
 
 
 def _forward(
@@ -75,16 +92,17 @@ def _forward(
     rows: Tensor | None,
     corrects: bool,
     store: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
     from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
-    results = allocate_results(k, v, tiling.num_tiles, size, corrects, tiling.packed)
+    per_key = store and log_decay is not None and log_decay.ndim == 4
+    results = allocate_results(k, v, tiling.num_tiles, size, corrects, tiling.packed, per_key)
     final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results)
-    states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:])
-    return results.mean, final, states, errors, inverses
+    states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
+    return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays
 
 
 def _dry_run(*inputs):
@@ -105,6 +123,8 @@ def _backward(
     states: Tensor,
     errors: Tensor,
     inverses: Tensor,
+    scores: Tensor,
+    subtile_decays: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
     grad_final: Tensor,
@@ -115,7 +135,8 @@ def _backward(
     from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    stored = ForwardResults(grad_mean, states, errors, inverses)  # in place of the mean, which is not needed
+    # The gradient is in place of the mean, which is not needed.
+    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
     tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
     grad_prior = backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, grads)

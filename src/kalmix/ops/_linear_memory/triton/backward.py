@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.ops._linear_memory.custom_op import SUBTILE
 from kalmix.ops._linear_memory.triton.backward_kernels import (
     pair_gradients,
     scan_memory_backward,
@@ -15,7 +16,6 @@ from kalmix.ops._linear_memory.triton.backward_kernels import (
 )
 from kalmix.ops._linear_memory.triton.forward import (
     BLOCK,
-    SUBTILE,
     ForwardResults,
     per_key_options,
     per_key_sizes,
@@ -94,11 +94,11 @@ def backward(
     Gradients of the memories at the end of each tile are written to `adjoints`, shaped as `stored.states`, if given.
     """
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
-    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects)
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, stored, True)
     v, grad_mean, write_group = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
-    _, states, errors, inverses = stored
+    _, states, errors, inverses, *_ = stored
     dq, dk, dv, dgain, ddecay = grads
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
     exit_map, local_grads = v, v

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.ops._linear_memory.custom_op import SUBTILE
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
-from kalmix.ops._linear_memory.triton.vector_decay_tiles import join_subtiles
+from kalmix.ops._linear_memory.triton.vector_decay_tiles import apply_decays, join_subtiles
 from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.decay_products import head_decays
@@ -18,11 +19,31 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precisi
 # Columns per block, also for narrower matrices: on Hopper, Triton 3.6 miscompiles a product of 64 rows whose left
 # factor is itself a product of another width.
 BLOCK = 64
-SUBTILE = 16  # tokens per subtile, for decays per key
 # In half precision, and in float32: the fastest options that agreed with float64. With 32 columns, Triton 3.6
 # miscompiles `fold_decays` on Hopper.
 FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
+APPLY_OPTIONS = {"BLOCK": 32, "num_warps": 1}
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
+
+
+class ForwardResults(NamedTuple):
+    """Results of the forward pass.
+
+    Attributes:
+        mean: `[B, T, G, V]`.
+        states: memories at the start of each tile, `[num_tiles, G, K, V]` in one axis.
+        errors: prediction errors, `[B, T, G, V]`; empty without corrections.
+        inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
+        scores, subtile_decays: those of `PreparedSignals` and its `subtiles`, with which the backward pass prepares the
+            signals faster; empty if they are not stored.
+    """
+
+    mean: Tensor
+    states: Tensor
+    errors: Tensor
+    inverses: Tensor
+    scores: Tensor
+    subtile_decays: Tensor
 
 
 class PreparedSignals(NamedTuple):
@@ -35,7 +56,8 @@ class PreparedSignals(NamedTuple):
         gain, log_decay: contiguous `[B, T, G]` if there is one number per token, otherwise a placeholder.
         from_start, to_end, tile_decay: results of `head_decays` if decays are per head. With decays per key,
             `tile_decay` is `[num_tiles, G, K]`. Without decays, `to_end` is the gain. Otherwise placeholders.
-        scores, corrections: with decays per key, S and N (see `forward_kernels`), `[B, T, G, SIZE]`.
+        scores, corrections: with decays per key, S and N (see `forward_kernels`), `[B, T, G, SIZE]`. N is a placeholder
+            if S was stored.
         subtiles: with decays per key, q, k and writes with decays folded in by subtile, and the decays of subtiles
             `[subtiles, G, K]`.
         tiling: the tiles.
@@ -71,8 +93,13 @@ def prepare_signals(
     log_decay: Tensor | None,
     tiling: Tiling,
     corrects: bool,
+    results: ForwardResults,
+    stored: bool,
 ) -> PreparedSignals:
-    """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes."""
+    """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes.
+
+    Scores and decays of subtiles are written to `results` if it has room for them, or read from it if `stored`.
+    """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     size = tiling.size
     q, k = contiguous_rows(q), contiguous_rows(k)
@@ -103,22 +130,36 @@ def prepare_signals(
         shape, like, float32 = (batch, length, heads), {"dtype": v.dtype, "device": v.device}, torch.float32
         folded = [torch.empty(*shape, keys, **like) for _ in range(3 if corrects else 2)]
         q, k, writes = folded[0], folded[1] if corrects else folded[0], folded[-1]
-        scores = torch.empty(*shape, size, **like)
-        corrections = torch.empty(*shape, size, dtype=float32, device=v.device) if corrects else scores
+        has_room = results.scores.numel() > 0
+        stored = stored and has_room
+        scores = results.scores if has_room else torch.empty(*shape, size, **like)
+        writes_corrections = corrects and not stored
+        corrections = torch.empty(*shape, size, dtype=float32, device=v.device) if writes_corrections else scores
         tile_decay = torch.empty(tiling.num_tiles, heads, keys, dtype=float32, device=v.device)
         num_subtiles, subtile_decays = size // SUBTILE, tile_decay
         if num_subtiles > 1:
             folded = [torch.empty_like(x) for x in folded]
-            subtile_decays = torch.empty(tiling.num_tiles * num_subtiles, heads, keys, dtype=float32, device=v.device)
+            decays_shape = tiling.num_tiles * num_subtiles, heads, keys
+            subtile_decays = torch.empty(decays_shape, dtype=float32, device=v.device)
+            if has_room:
+                subtile_decays = results.subtile_decays
         subtiles = (folded[0], folded[1] if corrects else folded[0], folded[-1], subtile_decays)
         tiles, features = (tiling.tile_table, length, tiling.tiles), per_key_sizes(sizes, corrects)
-        Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
-            *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles,
+        decay_options = {"GAINS": scalar_gains, "VECTOR": vector_gains, **features}
+        strides_and_heads = (
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
-        ), {
-            "GAINS": scalar_gains, "VECTOR": vector_gains, **features, **per_key_options(FOLD_OPTIONS, keys, v),
-        }).run()  # fmt: skip
-        if num_subtiles > 1:
+        )  # fmt: skip
+        if stored:
+            del decay_options["PRECISION"]
+            Launch(apply_decays, (tiling.num_tiles * num_subtiles, heads, -(-keys // APPLY_OPTIONS["BLOCK"])), (
+                *inputs, per_token, log_decay_rows, subtile_decays, *subtiles[:3], q, k, writes, tile_decay, *tiles,
+                *strides_and_heads,
+            ), {**decay_options, **APPLY_OPTIONS}).run()  # fmt: skip
+        else:
+            Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
+                *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles, *strides_and_heads,
+            ), {**decay_options, **per_key_options(FOLD_OPTIONS, keys, v)}).run()  # fmt: skip
+        if num_subtiles > 1 and not stored:
             Launch(join_subtiles, (tiling.num_tiles, heads), (
                 *subtiles, q, k, writes, tile_decay, scores, corrections, *tiles, heads,
             ), {**features, **per_key_options(JOIN_OPTIONS, keys, v)}).run()  # fmt: skip
@@ -162,29 +203,23 @@ def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int)
     return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
 
 
-class ForwardResults(NamedTuple):
-    """Results of the forward pass.
+def allocate_results(
+    k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool, per_key: bool = False
+) -> ForwardResults:
+    """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    Attributes:
-        mean: `[B, T, G, V]`.
-        states: memories at the start of each tile, `[num_tiles, G, K, V]` in one axis.
-        errors: prediction errors, `[B, T, G, V]`; empty without corrections.
-        inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
+    If `per_key`, there is room for scores and decays of subtiles, unless tiles are subtiles.
     """
-
-    mean: Tensor
-    states: Tensor
-    errors: Tensor
-    inverses: Tensor
-
-
-def allocate_results(k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool) -> ForwardResults:
-    """Allocate results; means are zero where tokens may lie outside every sequence."""
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
     states = torch.empty(tiles * v.shape[2] * k.shape[3] * v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
-    return ForwardResults(mean, states, errors, torch.empty((*shape, size) if corrects else (0,), **like))
+    inverses = torch.empty((*shape, size) if corrects else (0,), **like)
+    joined = per_key and size > SUBTILE
+    scores = torch.empty((*shape, size) if joined else (0,), **like)
+    decays_shape = (tiles * size // SUBTILE, v.shape[2], k.shape[3]) if joined else (0,)
+    decays = torch.empty(decays_shape, dtype=torch.float32, device=v.device)
+    return ForwardResults(mean, states, errors, inverses, scores, decays)
 
 
 def forward(
@@ -200,11 +235,11 @@ def forward(
 ) -> Tensor:
     """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects)._replace(subtiles=())
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, results, False)._replace(subtiles=())
     v, write_group = contiguous_rows(v), heads // s.writes.shape[2]
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
-    mean, states, errors, inverses = results
+    mean, states, errors, inverses, *_ = results
     final = torch.empty(tiling.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
     scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
