@@ -54,10 +54,15 @@ class Gradients(NamedTuple):
         key_heads = q.shape[2]
         dq, dk = (x if x.shape[2] == key_heads else x.unflatten(2, (key_heads, -1)).sum(3) for x in (self.q, self.k))
         reduced = [
-            x if signal is None else (x if signal.ndim == 4 else x.sum(0)).to(signal.dtype)
+            x if signal is None else (x if signal.ndim == 4 else _sum_parts(x)).to(signal.dtype)
             for x, signal in ((self.gain, gain), (self.log_decay, log_decay))
         ]
         return Gradients(dq.to(q.dtype), dk.to(q.dtype), self.v, *reduced)
+
+
+def _sum_parts(x: Tensor) -> Tensor:
+    """Sum over the first axis; a single part is returned without a copy."""
+    return x[0] if x.shape[0] == 1 else x.sum(0)
 
 
 def allocate_gradients(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Tensor | None, packed: bool) -> Gradients:
