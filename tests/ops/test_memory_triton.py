@@ -81,6 +81,7 @@ SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key widt
     ("delta", "vector", "head", 1, 70, (1, 2), 70, 5, None, HALF),
     ("delta", "head", "key", 2, 70, (1, 1), 4, 5, RUNS, FLOAT),
     ("delta", "vector", "key", 1, 70, (1, 2), 5, 4, None, FLOAT),
+    ("delta", "head", "key", 1, 67, (1, 1), 3, 4, None, HALF),  # four subtiles per tile
     ("delta", "head", "key", 1, 20, (1, 1), 132, 3, None, HALF),  # gradients of gains from two programs per subtile
 ]
 if DEVICE == "cuda":  # every launch configuration: widths, dtypes, kinds of gain and decay, tiles of each size
@@ -124,15 +125,17 @@ def test_repeated_keys_are_stable():
     check("delta", inputs)
 
 
-@pytest.mark.parametrize("op", ["additive", "delta"])
-def test_training_stores_one_memory_per_tile(op):
-    inputs = {name: x.requires_grad_() for name, x in arguments("head", "head", 1, 70, (1, 1), 4, 6).items()}
+@pytest.mark.parametrize(("op", "decay"), [("additive", "head"), ("delta", "head"), ("delta", "key")])
+def test_training_stores_one_memory_per_tile(op, decay):
+    """With decays per key, it also stores the scores of pairs in a tile, and the decays of 16 tokens."""
+    inputs = {name: x.requires_grad_() for name, x in arguments("head", decay, 1, 70, (1, 1), 4, 6).items()}
     belief, saved = PointBelief(inputs.pop("mean")), []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
         OPS[op].function(**inputs, belief=belief, kernel="triton")
     owned = {x.data_ptr() for x in inputs.values()}
     kept = sorted(x.numel() for x in saved if x.data_ptr() not in owned and x.numel() > 0)
-    assert kept == sorted([3 * 4 * 6, 70 * 6, 70 * 32] if op == "delta" else [3 * 4 * 6])
+    expected = [3 * 4 * 6, 70 * 6, 70 * 32] if op == "delta" else [3 * 4 * 6]
+    assert kept == sorted(expected + ([70 * 32, 3 * 2 * 4] if decay == "key" else []))
 
 
 def test_value_heads_of_width_one_are_unsupported():
