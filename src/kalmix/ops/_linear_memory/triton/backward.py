@@ -24,7 +24,7 @@ from kalmix.ops._linear_memory.triton.forward import (
     strides,
 )
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out
-from kalmix.ops._linear_memory.triton.vector_decay import unfold_decays
+from kalmix.ops._linear_memory.triton.vector_decay_backward import unfold_decays
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
