@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
+from kalmix.ops._linear_memory.scratch import SUBTILE
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_block
 from kalmix.segments import Segments, segments_without_checks
@@ -17,8 +18,6 @@ from kalmix.validation import FLOAT32_STATE_DTYPES
 if TYPE_CHECKING:  # these ops import this module
     from kalmix.ops._additive.signals import AdditiveSignals
     from kalmix.ops._delta.signals import DeltaSignals
-
-SUBTILE = 16  # tokens per subtile, for decays per key
 
 REQUIREMENTS: dict[str, Any] = {  # fields of `Kernel` that the Triton rows of `additive` and `delta` share
     "devices": ("cuda",),

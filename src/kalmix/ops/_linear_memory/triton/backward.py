@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._linear_memory.custom_op import SUBTILE
+from kalmix.ops._linear_memory.scratch import SUBTILE
 from kalmix.ops._linear_memory.triton.backward_kernels import (
     pair_gradients,
     scan_memory_backward,
@@ -99,7 +99,7 @@ def backward(
     Gradients of the memories at the end of each tile are written to `adjoints`, shaped as `stored.states`, if given.
     """
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
-    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, stored, True)
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, stored, stored=True)
     v, grad_mean, write_group = contiguous_rows(v), contiguous_rows(grad_mean), heads // s.writes.shape[2]
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}

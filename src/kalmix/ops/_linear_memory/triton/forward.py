@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kalmix.ops._linear_memory.custom_op import SUBTILE
+from kalmix.ops._linear_memory.scratch import SUBTILE
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import apply_decays, join_subtiles
@@ -98,7 +98,7 @@ def prepare_signals(
 ) -> PreparedSignals:
     """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes.
 
-    Scores and decays of subtiles are written to `results` if it has room for them, or read from it if `stored`.
+    If `results` has room for scores and decays of subtiles, they are written to it or, if `stored`, read from it.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     size = tiling.size
@@ -235,7 +235,7 @@ def forward(
 ) -> Tensor:
     """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`."""
     (batch, length, heads, width), keys = v.shape, k.shape[3]
-    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, results, False)._replace(subtiles=())
+    s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, results, stored=False)._replace(subtiles=())
     v, write_group = contiguous_rows(v), heads // s.writes.shape[2]
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}

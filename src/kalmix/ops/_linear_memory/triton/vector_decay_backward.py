@@ -1,7 +1,8 @@
 """Gradients of signals with decays per key, given those of tiles: between subtiles, and inside them.
 
-See `vector_decay` and `vector_decay_tiles` for the factors of decays. A program serves one subtile; blocks have keys as
-rows and tokens as columns.
+See `vector_decay` and `vector_decay_tiles` for the factors of decays. A program computes the gradients of one subtile;
+blocks have keys as rows and tokens as columns. Pairs of tokens in different subtiles are "near" if both are in the
+subtiles 2 i and 2 i + 1, and "far" if they are on either side of the middle of four subtiles.
 """
 
 from __future__ import annotations
@@ -44,14 +45,14 @@ def mask_to_bf16(mask):
 
 @triton.jit
 def load_read_pairs(pairs, stride, subtile, count, FIRST: tl.constexpr):
-    """Load gradients of pairs `[s, t]`, t in a subtile of a tile and s in the FIRST tokens of the tile."""
+    """Load gradients of pairs `[s, t]`, t in a subtile and s in FIRST tokens from that of `pairs`."""
     s = tl.arange(0, FIRST)
     return load_rows_transposed(pairs + subtile * SUBTILE * stride, stride, count, s, FIRST, SUBTILE)
 
 
 @triton.jit
 def load_written_pairs(pairs, stride, subtile, count, LAST: tl.constexpr):
-    """Load gradients of pairs `[t, s]`, s in a subtile and t in LAST tokens, of which `count` are in the tile."""
+    """Load gradients of pairs `[t, s]`, s in a subtile and t in LAST tokens, of which `count` exist."""
     return load_rows(pairs + subtile * SUBTILE, stride, count, tl.arange(0, SUBTILE), SUBTILE, LAST)
 
 
@@ -96,7 +97,8 @@ def far_read_gradients(
 ):  # fmt: skip
     """Add gradients of queries and keys of the subtiles 2 and 3 through their pairs with writes of the first half.
 
-    `second` and `third` are the decays over the subtiles 1 and 2. Add those of the last to `shared_grad`.
+    `second` and `third` are the decays over the subtiles 1 and 2. In the program of subtile 2, also add the gradient of
+    the log-decay over this subtile, through queries and keys of subtile 3, to `shared_grad`.
     """
     DTYPE: tl.constexpr = w.dtype.element_ty
     HALF: tl.constexpr = 2 * SUBTILE
@@ -130,7 +132,8 @@ def far_write_gradients(
 ):  # fmt: skip
     """Add gradients of writes of the subtiles 0 and 1 through their pairs with queries and keys of the second half.
 
-    See `far_read_gradients`.
+    In the program of subtile 1, also add the gradient of the log-decay over this subtile, through writes of subtile 0,
+    to `shared_grad`.
     """
     DTYPE: tl.constexpr = w.dtype.element_ty
     HALF: tl.constexpr = 2 * SUBTILE
@@ -207,8 +210,8 @@ def unfold_decays(
 ):  # fmt: skip
     """Store gradients of a subtile, for KEYS keys at most, given those of q~, k~ and w^ of its tile, S and N.
 
-    First compute the gradients of the results of `fold_decays`: through q~, k~ and w^ of the tile, through pairs of
-    tokens in the subtiles 2 i and 2 i + 1, and through pairs on either side of the middle of four subtiles.
+    First compute the gradients of the results of `fold_decays`: through q~, k~ and w^ of the tile, and through near and
+    far pairs of tokens.
 
     A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
     upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
