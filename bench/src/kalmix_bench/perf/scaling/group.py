@@ -1,4 +1,4 @@
-"""Process group of a program that torchrun starts: its device, meshes, and agreement of ranks; its options."""
+"""Process group of a program that torchrun starts: devices, meshes, agreement of ranks, time limits and rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = timedelta(minutes=5)  # of a collective; `time_limit` ends the program earlier
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
-LAST = 3.0  # seconds that the first rank has to write a row after a time limit
+WRITE_SECONDS = 3.0  # time of the first rank to write a row after a time limit, before other ranks end
 
 
 class Ranks(NamedTuple):
@@ -70,7 +70,7 @@ def process_group() -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, device_id=device if cuda else None, timeout=TIMEOUT)
-    control = distributed.new_group(backend="gloo", timeout=timedelta(minutes=5))
+    control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
     assert isinstance(control, distributed.ProcessGroup)
     yield Ranks(device, distributed.get_rank(), distributed.get_world_size(), control)
     distributed.destroy_process_group()
@@ -88,7 +88,7 @@ def time_limit(seconds: float, ranks: Ranks, write: Callable[[], None]) -> Itera
             write()
         os._exit(1)
 
-    timer = threading.Timer(seconds + (0 if ranks.rank == 0 else LAST), end)
+    timer = threading.Timer(seconds + (0 if ranks.rank == 0 else WRITE_SECONDS), end)
     timer.daemon = True
     timer.start()
     try:

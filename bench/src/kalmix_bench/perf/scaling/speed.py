@@ -21,7 +21,8 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -247,7 +248,7 @@ def run_cells(cells: list[Cell], ranks: Ranks, options: Options) -> None:
     """Run the cells whose results are unknown, in order, until the deadline."""
     rows = ranks.from_first(read_rows(options.output / RESULTS))
     begun = ranks.from_first(read_rows(options.output / BEGUN))
-    for alone, group in _groups(cells):
+    for alone, group in groupby(cells, lambda cell: cell.method in ALONE):
         if alone:
             pending = [x for x in (next_cell(cell, rows, begun) for cell in group) if x is not None]
             run_alone(pending, ranks, options, rows)
@@ -256,16 +257,6 @@ def run_cells(cells: list[Cell], ranks: Ranks, options: Options) -> None:
             now = next_cell(cell, rows, begun)
             if now is not None and time_is_left(ranks, options):
                 run_together(now, ranks, options, rows)
-
-
-def _groups(cells: list[Cell]) -> Iterator[tuple[bool, list[Cell]]]:
-    """Yield runs of cells of one GPU, and of all GPUs."""
-    start = 0
-    for i in range(1, len(cells) + 1):
-        alone = cells[start].method in ALONE
-        if i == len(cells) or (cells[i].method in ALONE) != alone:
-            yield alone, cells[start:i]
-            start = i
 
 
 def main() -> None:

@@ -126,7 +126,7 @@ class Run:
 
 
 def shard(model: KalmixForCausalLM, together: int, *, compiled: bool = False) -> list[nn.Parameter]:
-    """Shard a model by FSDP2, with `together` blocks in a group; return the parameters that it leaves alone.
+    """Shard a model by FSDP2, with `together` blocks in a group; return the parameters that stay whole on each rank.
 
     If the blocks will be compiled, each rank has all parameters of the dynamics, and `average` must be called with
     their gradients: hooks of FSDP2 inside of a block would divide it into many graphs, each compiled for each block.
