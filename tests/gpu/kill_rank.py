@@ -22,7 +22,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
 
-GRACE = 60.0  # seconds in which the rest must end
+GRACE = 60.0  # seconds in which the other processes must end after the kill
 LIMIT = 240.0  # seconds of a session
 RECIPE = """
 layers = [{{ mixer = "kla", slots = 4 }}, {{ mixer = "attention", heads = 2 }}]
@@ -41,7 +41,7 @@ fsdp = true
 
 
 class KillError(Exception):
-    """Failure of the run: what it did, with the end of its log."""
+    """Error of a check: a description, and often the end of a log."""
 
 
 def start(ranks: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
@@ -149,9 +149,9 @@ def run_process(command: list[str]) -> None:
 def main() -> None:
     """Kill and resume a run, with options of the command line."""
     options = argparse.ArgumentParser(description="Kill one process of a run, and resume the run.")
-    options.add_argument("--ranks", type=int, default=4)
+    options.add_argument("--ranks", type=int, default=4, help="processes; one for each GPU")
     options.add_argument("--victim", type=int, default=1, help="rank of the process to kill")
-    options.add_argument("--steps", type=int, default=60)
+    options.add_argument("--steps", type=int, default=60, help="optimizer steps; a checkpoint is saved every 10")
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         try:

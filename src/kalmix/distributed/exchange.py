@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-SMALL = 1 << 20  # elements; smaller tensors are summed together
-
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+SMALL = 1 << 20  # `sum_over_ranks` sends tensors of fewer elements together
 
 
 def gather(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
@@ -36,7 +36,10 @@ def gather(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
 
 
 def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
-    """Replace tensors by their sums over all ranks, in place, without gradients; small ones are sent together."""
+    """Replace tensors by their sums over all ranks, in place, without gradients; send small ones together.
+
+    Tensors of a subclass, such as `DTensor`, are sent one by one.
+    """
     from torch.distributed import all_reduce
 
     plain = [x for x in tensors if type(x) is Tensor]

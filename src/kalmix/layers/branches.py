@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-_IDLE: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # side streams that no call uses
-_TAKEN: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("taken", default=None)  # those of the outermost call
+_IDLE: defaultdict[torch.device, list[torch.cuda.Stream]] = defaultdict(list)  # side streams not in use
+_TAKEN: ContextVar[list[torch.cuda.Stream] | None] = ContextVar("taken", default=None)  # by the outermost call
 
 
 def run_branches(device: torch.device, *functions: Callable[[], Any]) -> list[Any]:
@@ -31,8 +31,9 @@ def run_branches(device: torch.device, *functions: Callable[[], Any]) -> list[An
     token = _TAKEN.set(taken)
     results: list[Any] = [None] * len(functions)
     try:
-        # The caching allocator reuses memory in the order of one stream. A branch takes memory of its own stream, which
-        # waits for all uses before the fork; so branches must be launched before the work of the present stream.
+        # The caching allocator lets a stream reuse memory that it has allocated, as soon as the host frees it. A side
+        # stream has waited for all uses of such memory before the fork, but not for the work that the present stream
+        # launches after it. So launch the side streams first.
         for index, function in enumerate(functions[1:], 1):
             streams.append(_IDLE[device].pop() if _IDLE[device] else torch.cuda.Stream(device))
             taken.append(streams[-1])

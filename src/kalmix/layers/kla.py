@@ -238,7 +238,7 @@ class KLA(Mixer):
         segments: Segments | None = None,
         slots: Slots | None = None,
     ) -> tuple[RawCellSignals, tuple[Tensor, Tensor], Tensor]:
-        """Return inputs of `_activate`, and the other results of `signals`.
+        """Project tokens; return the signals before norms and activations, and the other results of `signals`.
 
         In a step, `slots` are the slots of each row, and `conv_state` is a pool.
         """
@@ -254,7 +254,7 @@ class KLA(Mixer):
         return RawCellSignals(q, k, v, noise), (z, gate), after
 
     def _activate(self, raw: RawCellSignals, dynamics: tuple[Tensor, Tensor]) -> dict[str, Any]:
-        """Return the arguments of `kalmix.ops.diagonal`."""
+        """Apply norms and activations; return the arguments of `kalmix.ops.diagonal`, with one head."""
         q, k, precision = l2_normalize(raw.q), l2_normalize(raw.k), observation_precision(raw.noise)
         per_token = {"q": q, "k": k, "v": raw.v, "precision": precision}
         signals = {name: signal[:, :, None] for name, signal in per_token.items()}
@@ -281,7 +281,7 @@ class KLA(Mixer):
         return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
 
     def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Apply skip and gate, unless the step has done so, and the output projection."""
+        """Apply skip and gate, and the output projection; without a context, the projection alone."""
         if context is None:
             return self.out_proj(readout)
         z, gate = context

@@ -234,8 +234,8 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the MLP to `x` `[..., D]`; return `[..., D]`."""
-        projects = is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None
-        if projects and self.activation == "swiglu" and can_fuse_swiglu(x, self.in_proj.weight):
+        is_product = is_plain(self.in_proj, nn.Linear) and self.in_proj.bias is None
+        if is_product and self.activation == "swiglu" and can_fuse_swiglu(x, self.in_proj.weight):
             return self.out_proj(swiglu_linear(x, self.in_proj.weight))
         activate = swiglu if self.activation == "swiglu" else squared_relu
         return without_storing(partial(activate, self.in_proj(x)), self.out_proj)

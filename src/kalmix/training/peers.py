@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-INTERVAL, GRACE = 0.5, 5.0  # seconds between two looks; seconds after the end of a process until this one ends itself
+INTERVAL, GRACE = 0.5, 5.0  # seconds between two checks; seconds from the end of a process until this one ends itself
 
 
 def how_to_resume(output: Path) -> str:
-    """Return the sentence that a process says if another one has ended."""
+    """Return the error message of a process after another one has ended."""
     hint = f"`kalmix train --resume --output {output}` under torchrun continues from the newest checkpoint"
     return f"another process of this run has ended, so training stops; {hint}"
 
@@ -24,9 +24,9 @@ def how_to_resume(output: Path) -> str:
 def watched_peers(output: Path) -> Iterator[None]:
     """End this process with status 1 and one sentence if another process of the run on this host ends inside the block.
 
-    A process that waits for another one inside NCCL gets no error and runs no handler of signals. So a thread looks
-    whether the processes exist. It waits for `GRACE` seconds, since other backends raise an error that says more, and a
-    checkpoint may be being written. Processes leave the block together.
+    A process that waits for another one inside NCCL gets no error and runs no signal handler. So a thread checks
+    whether the processes exist. After one has ended, it waits for `GRACE` seconds, in which other backends raise an
+    error that says more, and this process can finish writing a checkpoint. Processes leave the block together.
 
     Args:
         output: folder of the run.

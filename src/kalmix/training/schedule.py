@@ -151,9 +151,9 @@ class Schedule(TrainerCallback):
 def interruptible(schedule: Schedule) -> Iterator[None]:
     """Let Ctrl-C and SIGTERM end a run after its current step; a second signal has its usual effect.
 
-    If the run fails, the first SIGTERM still has no effect in one of several processes: torchrun sends it as soon as
-    one of them has ended, and the others must not end before they have said why. Only in the main thread; elsewhere
-    signals are unchanged.
+    If a run of several processes fails, the first SIGTERM has no effect even after the block: torchrun sends it as soon
+    as one process has ended, and the others must first print why they end. Only in the main thread; elsewhere signals
+    are unchanged.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -66,12 +66,12 @@ class Peer(nn.Module):
         shift_labels: Tensor | None = None,
         skip_logits: bool = True,
     ) -> dict[str, Tensor]:
-        """Return the mean loss; the model shifts the labels itself."""
+        """Return the mean loss of the next tokens of `input_ids`; other arguments are ignored."""
         return {"loss": self.model(input_ids=input_ids, labels=input_ids).loss}
 
 
-class NoFiles(TrainerCallback):
-    """Callback that prevents checkpoints, and measures the first step.
+class FirstStepTimer(TrainerCallback):
+    """Callback that measures the first step, and prevents checkpoints.
 
     Attributes:
         first_step: seconds until the end of the first step, since training began.
@@ -134,13 +134,13 @@ def measure(name: str, size: ModelSize, shards: Path, steps: int, compiled: bool
     )
     set_seed(0)
     if name.startswith("fla"):
-        has_fla()
+        has_fla()  # enables its backward pass on Hopper
     source = open_source(recipe)
     model = build(name, size)
     model = model if isinstance(model, KalmixForCausalLM) else Peer(model)
     data = source.load(None, state.num_processes, state.process_index)
     schedule = Schedule(steps=steps, minutes=None, curve=Curve("cosine", 0.1, 0.0))
-    timer = NoFiles()
+    timer = FirstStepTimer()
     with tempfile.TemporaryDirectory() as folder:
         trainer = KalmixTrainer(
             recipe,

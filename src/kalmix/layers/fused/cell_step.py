@@ -15,7 +15,7 @@ from kalmix.validation import FLOAT32_STATE_DTYPES
 def can_fuse_cells(signals: RawCellSignals, skip: GatedSkip, pool: DiagonalBelief, kernel: str | None) -> bool:
     """Return whether `cell_step` accepts these arguments; otherwise compute its parts one after another.
 
-    It computes in float32, without gradients. `kernel` is that of `kalmix.steps.diagonal`.
+    `cell_step` computes in float32, without gradients. `kernel` is the argument of `kalmix.steps.diagonal`.
     """
     tensors = [*signals, skip.z, skip.gate]
     return (
@@ -35,8 +35,8 @@ def cell_step(
         q, k = q / |q|, k / |k|;  precision = 1 / (softplus(noise) + floor)
         y = (read + scale z) silu(gate),   read = diagonal(q, k, v, precision, log_decay, process_noise)
 
-    It is `l2_normalize`, `softplus_precision`, `kalmix.steps.diagonal` and `gated_skip` in one kernel, with their
-    roundings. `kalmix.steps` describes pools and slots. The output of a row of padding is 0.
+    It is `l2_normalize`, `softplus_precision`, `kalmix.steps.diagonal` and `gated_skip` in one kernel, and rounds where
+    they round. `floor` is `NOISE_FLOOR`. `kalmix.steps` describes pools and slots. The output of a row of padding is 0.
 
     Args:
         signals: projected tokens.

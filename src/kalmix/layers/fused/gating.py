@@ -1,4 +1,4 @@
-"""Product of two halves of a projection, of which one is activated; in decoding, the projection with it."""
+"""Product of two halves of a projection, of which one is activated; in decoding, one kernel also projects."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from kalmix.layers.fused.dispatch import uses_triton
 from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.types import belief_dtype
 
-NOISE_FLOOR = 1e-4  # smallest variance of an observation in layers
+NOISE_FLOOR = 1e-4  # default of `floor` in layers: smallest variance of an observation
 
 
 def softplus_precision(raw: Tensor, floor: float) -> Tensor:

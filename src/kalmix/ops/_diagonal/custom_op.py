@@ -41,25 +41,23 @@ def diagonal(
 def map_sequences(
     k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, segments: Segments | None
 ) -> Tensor:
-    """Return the fields of the `DiagonalUpdate` by each sequence, `[5, N, G, K, V]` in float32, without gradients.
+    """Return the fields of the `DiagonalUpdate` of each sequence, `[5, N, G, K, V]` in float32, without gradients.
 
-    It has no custom op: call it in plain eager code only.
+    This is not a custom op: call it in eager code only, without `torch.compile` or `torch.func`.
     """
     rows = None if segments is None else segments.rows
     with torch.no_grad():
         return _map_sequences(k, v, precision, log_decay, process_noise, rows)
 
 
-def _map_sequences_uncached(
+@with_launch_cache
+def _map_sequences(
     k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, rows: Tensor | None
 ) -> Tensor:
     from kalmix.ops._diagonal.triton.sequence_maps import map_sequences
 
     segments = None if rows is None else segments_without_checks(rows)
     return map_sequences(k, v, precision, log_decay, process_noise, segments)
-
-
-_map_sequences = with_launch_cache(_map_sequences_uncached)
 
 
 def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tuple[int, ...]:

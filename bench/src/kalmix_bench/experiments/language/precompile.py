@@ -19,7 +19,7 @@ import torch
 from kalmix_bench.experiments.language.protocol import PRESETS, STAGES, LanguageCell, Preset
 from kalmix_bench.runner import options
 
-SECONDS = 60.0  # after which processes are terminated
+SECONDS = 60.0  # time of all processes; those that take longer are terminated
 
 
 def step(layer: str, preset: Preset, device: torch.device) -> None:
@@ -27,7 +27,7 @@ def step(layer: str, preset: Preset, device: torch.device) -> None:
 
     Args:
         layer: name of the layer.
-        preset: sizes.
+        preset: preset with the sizes of models and batches.
         device: device of the models.
     """
     from kalmix.training.batching import plan_batches
@@ -76,7 +76,7 @@ def run(preset: str, layers: Sequence[str], devices: str | None) -> bool:
 def main() -> None:
     """Compile from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=tuple(PRESETS), required=True)
+    parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="of `kalmix bench language`")
     parser.add_argument("--layer", action="append", default=[], help="layer; repeatable. Default: the preset's")
     parser.add_argument("--devices", help="all, cpu, or GPUs such as 0,1. Default: all, or cpu without GPUs")
     given = parser.parse_args()

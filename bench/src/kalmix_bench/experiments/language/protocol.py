@@ -236,7 +236,7 @@ def main_cells(
 ) -> list[LanguageCell]:
     """Return the cells of the table, seed by seed, so that every layer has an early result.
 
-    Layers without a learning rate in `rates` have none.
+    Layers without a learning rate in `rates` are left out.
     """
     return [
         LanguageCell(MAIN, layer, preset.main, rates[layer], seed, corpus)
@@ -251,7 +251,7 @@ def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
 
     Args:
         rows: rows of the stage "tune"; a rate at which one diverged does not count.
-        layers: layers that need one. Those whose every run diverged, or that have none, are left out.
+        layers: layers that need one. Layers without a run, or whose every run diverged, are left out.
 
     Raises:
         ArgumentError: no layer is left.

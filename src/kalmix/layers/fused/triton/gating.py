@@ -15,7 +15,7 @@ from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 BLOCKS = (1024, 512)  # columns of a program
-PROJECTION = {"BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}  # columns and input columns of a tile
+PROJECTION = {"BN": 32, "BK": 128, "num_warps": 4, "num_stages": 4}  # BN output and BK input columns of a tile
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def backward(x: Tensor, grad: Tensor) -> Tensor:
 
 
 def project(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product `[..., F]` of the halves of x weight', for `x` `[..., D]` of few rows."""
+    """Return `swiglu(x weight')` `[..., F]` for `x` `[..., D]` of few rows."""
     width, tokens = weight.shape[0] // 2, rows_of(x)
     y = x.new_empty(*x.shape[:-1], width)
     tile = _projection_tile(tokens.shape[0], shared_memory(x.device))
@@ -93,7 +93,7 @@ def project(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _projection_tile(rows: int, limit: int) -> dict[str, int]:
-    """Return the options of `_project_kernel` for `limit` bytes of shared memory, which holds the tiles of a stage."""
+    """Return the options of `_project_kernel` that fit `limit` bytes of shared memory."""
     padded = max(16, triton.next_power_of_2(rows))
     bytes_of_stage = 2 * PROJECTION["BK"] * (padded + 2 * PROJECTION["BN"])
     return PROJECTION | {"BM": padded, "num_stages": max(2, min(PROJECTION["num_stages"], limit // bytes_of_stage))}

@@ -4,8 +4,9 @@ A program predicts and updates the covariance of one row and value head. Up to 1
 Wider ones are read three times, in blocks of columns, from their lower triangle. Sizes depend on widths only: a row has
 the same bits in any batch.
 
-Given the gain, the mean is a memory of `delta`, whose step updates it: its many small programs keep the bandwidth of
-memory busy, which programs that hold a covariance do not. With rotations the same program updates the mean.
+Given the gain, the mean is a memory of `delta`, so the step of `delta` updates it. That step has many small programs,
+which use more of the memory bandwidth than programs that hold a covariance. With rotations, the program that updates
+the covariance updates the mean, too.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Map of beliefs by whole sequences, for `kalmix.updates`: the maps of their tiles, combined one after the other."""
+"""Maps of beliefs by whole sequences, for `kalmix.updates`: combine the maps of their tiles one after another."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ def _combine_tiles(
     maps, result, sequence_table, tiles, G, V,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
+    """Combine the maps of the tiles of a sequence, for a block of channels of one head."""
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -65,7 +66,7 @@ def _combine_tiles(
 def map_sequences(
     k: Tensor, v: Tensor, precision: Tensor, log_decay: Tensor, process_noise: Tensor, segments: Segments | None
 ) -> Tensor:
-    """Return the fields of the `DiagonalUpdate` by each sequence, `[5, N, G, K, V]` in float32."""
+    """Return the fields of the `DiagonalUpdate` of each sequence, `[5, N, G, K, V]` in float32."""
     (batch, length, heads, channels), (shared, slots) = v.shape, k.shape[2:]
     k, v, precision = contiguous_rows(k), contiguous_rows(v), contiguous_rows(precision)
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
