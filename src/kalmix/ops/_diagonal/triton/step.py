@@ -14,20 +14,9 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.step import Slots
+from kalmix.ops._shared.triton.cells import CELLS, update_cells
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.step import contiguous_width, row_strides
-
-CELLS = 512  # cells of a program
-
-
-@triton.jit
-def update_cells(mean, variance, decay, noise, key, value, weight):
-    """Predict and update cells; return their mean and variance. `weight` is the precision of the observations."""
-    predicted = decay * mean
-    variance = decay * decay * variance + noise
-    weighted_key = key * weight
-    variance = variance / (1.0 + key * weighted_key * variance)
-    return predicted + variance * weighted_key * (value - key * predicted), variance
 
 
 @triton.jit
