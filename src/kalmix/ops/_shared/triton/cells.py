@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import triton
+import triton.language as tl  # noqa: F401 - Triton's interpreter looks for it
 
 CELLS = 512  # cells of a program
 
