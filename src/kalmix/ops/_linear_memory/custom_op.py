@@ -35,7 +35,7 @@ def filter_memory(
 
     The backward pass stores a memory every `tile_size` tokens and, if `corrects`, the prediction errors and an inverse
     `[tile_size, tile_size]` for each tile. With decays per key it also stores the scores, a number per token and
-    position in the tile, and the decays `[K]` of every 16 tokens, unless these are a tile.
+    position in the tile, and the decays `[K]` of every 16 tokens; of sequences up to 64 tokens, zeros.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
@@ -65,12 +65,15 @@ def stored_shapes(
 def _decay_shapes(
     k: Tensor, v: Tensor, log_decay: Tensor | None, rows: Tensor | None, store: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of stored scores and decays of subtiles; `(0,)` if they are not stored."""
+    """Return the shapes of stored scores and decays of subtiles; `(0,)` if they are not stored.
+
+    Decays are flattened: see `tokens_per_block`.
+    """
     (batch, length, heads, _), size = v.shape, tile_size(v.shape[1], v.dtype)
-    if not store or log_decay is None or log_decay.ndim != 4 or size == SUBTILE:
+    if not store or log_decay is None or log_decay.ndim != 4:
         return (0,), (0,)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    return (batch, length, heads, size), (count * size // SUBTILE, heads, k.shape[3])
+    return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],)
 
 
 def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store):

@@ -130,7 +130,7 @@ def prepare_signals(
         shape, like, float32 = (batch, length, heads), {"dtype": v.dtype, "device": v.device}, torch.float32
         folded = [torch.empty(*shape, keys, **like) for _ in range(3 if corrects else 2)]
         q, k, writes = folded[0], folded[1] if corrects else folded[0], folded[-1]
-        has_room = results.scores.numel() > 0
+        has_room = size > SUBTILE and results.scores.numel() > 0
         stored = stored and has_room
         scores = results.scores if has_room else torch.empty(*shape, size, **like)
         writes_corrections = corrects and not stored
@@ -208,17 +208,17 @@ def allocate_results(
 ) -> ForwardResults:
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    If `per_key`, there is room for scores and decays of subtiles, unless tiles are subtiles.
+    If `per_key`, there is room for scores and decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
     states = torch.empty(tiles * v.shape[2] * k.shape[3] * v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
     inverses = torch.empty((*shape, size) if corrects else (0,), **like)
-    joined = per_key and size > SUBTILE
-    scores = torch.empty((*shape, size) if joined else (0,), **like)
-    decays_shape = (tiles * size // SUBTILE, v.shape[2], k.shape[3]) if joined else (0,)
-    decays = torch.empty(decays_shape, dtype=torch.float32, device=v.device)
+    allocate = torch.zeros if size == SUBTILE else torch.empty
+    scores = allocate((*shape, size) if per_key else (0,), **like)
+    decays_size = tiles * (size // SUBTILE) * v.shape[2] * k.shape[3] if per_key else 0
+    decays = allocate(decays_size, dtype=torch.float32, device=v.device)
     return ForwardResults(mean, states, errors, inverses, scores, decays)
 
 
