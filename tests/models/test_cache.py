@@ -48,6 +48,21 @@ def test_cache_holds_only_states():
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_state_in_one_dtype_continues(kind):
+    """The exporters of transformers cast all tensors of a cache, also times in float64, to the dtype of the model."""
+    model, ids = build(EVERY_LAYER), tokens(2, 9)
+    outputs = []
+    for cast in (False, True):
+        cache = kind(config=model.config, **({"max_cache_len": 16} if kind is StaticCache else {}))
+        model(ids[:, :6], **{CACHE_NAME: cache})
+        for layer in cache.layers if cast else []:
+            layer.tensors = [x.float() if x.is_floating_point() else x for x in layer.tensors]
+        outputs.append([model(token, **{CACHE_NAME: cache}).logits for token in ids[:, 6:].split(1, 1)])
+    torch.testing.assert_close(*outputs, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
 @pytest.mark.parametrize("base", [False, True])
 def test_the_cache_has_the_names_of_all_versions_of_transformers(name, base):

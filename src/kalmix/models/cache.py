@@ -14,7 +14,7 @@ from kalmix.models.blocks import BlockOutput
 from kalmix.models.cache_entry import CachedCall, CacheEntry
 from kalmix.models.cache_name import CACHE_NAME
 from kalmix.models.segments_from_inputs import InputLayout
-from kalmix.models.state_tensors import Structure, flatten, rebuild
+from kalmix.models.state_tensors import Structure, flatten, rebuild, with_exact_times
 from kalmix.steps import Slots
 from kalmix.types import Belief, replace_fields
 
@@ -120,6 +120,8 @@ class BeliefLayer(CacheLayerMixin):
             problem, expected = f"has a state of {self.mixer}", f"a cache of this model, with a state of {name}"
             raise ArgumentError(CACHE_NAME, problem=problem, expected=expected)
         self.mixer = name
+        if self.structure is not None:
+            self.tensors = with_exact_times(self.tensors, self.structure)
 
     def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
         """Store the state after a call of the mixer that started from `get_state`.

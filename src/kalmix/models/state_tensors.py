@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
+TIMES = ("time", "times")  # fields of states that are float64 with any model
 Structure = Any  # "tensor", or a class of named tuples and the structures of its fields
 
 
@@ -35,3 +37,18 @@ def _rebuild(tensors: list[Tensor], structure: Structure, start: int) -> tuple[A
         state, start = _rebuild(tensors, part, start)
         parts.append(state)
     return kind(*parts), start
+
+
+def with_exact_times(tensors: list[Tensor], structure: Structure) -> list[Tensor]:
+    """Return the tensors of a state, with times in float64; the exporters of transformers cast all to one dtype."""
+    exact = _are_times(structure, False)
+    if all(x.dtype == torch.float64 for x, is_time in zip(tensors, exact, strict=True) if is_time):
+        return tensors
+    return [x.double() if is_time else x for x, is_time in zip(tensors, exact, strict=True)]
+
+
+def _are_times(structure: Structure, is_time: bool) -> list[bool]:
+    if structure == "tensor":
+        return [is_time]
+    kind, structures = structure
+    return [x for name, part in zip(kind._fields, structures, strict=True) for x in _are_times(part, name in TIMES)]
