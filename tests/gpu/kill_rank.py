@@ -19,8 +19,9 @@ import tempfile
 import time
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS / "distributed")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from killing import KillError
 
 GRACE = 60.0  # seconds in which the other processes must end after the kill
 LIMIT = 240.0  # seconds of a session
@@ -38,10 +39,6 @@ save_steps = 10
 eval_tokens = 64
 fsdp = true
 """
-
-
-class KillError(Exception):
-    """Error of a check: a description, and often the end of a log."""
 
 
 def start(ranks: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -170,7 +170,7 @@ def test_packed_attention_under_autocast():
         packed, _ = layer(x, None, Segments.packed(torch.tensor([0, 5, 12])))
         alone = torch.cat([layer(part)[0] for part in x.split([5, 7], 1)], 1)
     assert packed.dtype == alone.dtype == torch.bfloat16
-    torch.testing.assert_close(packed, alone, rtol=0.016, atol=0.01 * float(alone.abs().max()))  # two roundings
+    torch.testing.assert_close(packed, alone, rtol=0.016, atol=float(alone.abs().max()) / 128)  # each rounds by 2^-8
 
 
 def varlen_attention(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):

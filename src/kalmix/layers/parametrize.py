@@ -36,7 +36,7 @@ STATE_VARIANCES = {
 }
 
 
-def noise_variance(raw: Tensor, floor: float = 1e-4) -> Tensor:
+def noise_variance(raw: Tensor, floor: float = NOISE_FLOOR) -> Tensor:
     """Return the variance softplus(raw) + floor of a noise, in the dtype of beliefs (Memory by Design, appendix D)."""
     return F.softplus(to_state_dtype(raw)) + floor
 

@@ -36,6 +36,7 @@ from kalmix.ops._shared.cuda import CudaKernel
 from kalmix.ops._shared.triton import compile_and_launch
 from kalmix.testing.cases import PROBLEMS, Case, outputs
 from kalmix.testing.measure import differentiable
+from kalmix_bench.runner import options
 
 WIDTHS = [(3, 5), (24, 40), (64, 64), (128, 128), (256, 72)]
 DTYPES = (torch.float32, torch.bfloat16)
@@ -127,12 +128,6 @@ def check_share(share: str, note: Path, seconds: float, only: str) -> int:
     return 0
 
 
-def visible_gpus() -> list[str]:
-    """Return what `CUDA_VISIBLE_DEVICES` calls each GPU that this process sees."""
-    given = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return given.split(",") if given else [str(i) for i in range(max(1, torch.cuda.device_count()))]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=4, help="processes side by side")
@@ -146,14 +141,14 @@ def main() -> int:
     if arguments.share:
         return check_share(arguments.share, arguments.note, arguments.seconds, arguments.only)
     checker = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9", sys.executable, __file__]
-    options = ["--seconds", str(arguments.seconds), "--only", arguments.only]
-    gpus = visible_gpus()
+    limits = ["--seconds", str(arguments.seconds), "--only", arguments.only]
+    gpus = options.gpus("all")
     with TemporaryDirectory() as folder:
         notes = [Path(folder) / f"{i}.txt" for i in range(arguments.jobs)]
         for program in ([sys.executable, __file__], checker):
             shares = [
                 subprocess.Popen(
-                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note), *options],
+                    [*program, "--share", f"{i}/{arguments.jobs}", "--note", str(note), *limits],
                     env=os.environ
                     | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_VISIBLE_DEVICES": gpus[i % len(gpus)]},
                 )

@@ -13,7 +13,6 @@ time, after the first ten, and the tokens per second of all steps after the firs
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -27,6 +26,7 @@ from rich.table import Table
 from torch import Tensor, nn
 from transformers import PrinterCallback, TrainerCallback, set_seed
 
+from kalmix.errors import ArgumentError
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.estimates import flops_per_token
@@ -38,6 +38,7 @@ from kalmix.training.trainer import KalmixTrainer, process_state, training_argum
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import MODELS, PRESETS, ModelSize
 from kalmix_bench.perf.peers import has_fla
+from kalmix_bench.perf.scaling.group import append_row, read_rows
 
 PEER_LAYERS = {"llama": "attention", "fla gated-deltanet": "gated-deltanet", "fla kda": "kda"}
 
@@ -178,8 +179,13 @@ def rates(rows: list[dict[str, float]]) -> dict[str, float | None]:
 
     Args:
         rows: rows with a training loss.
+
+    Raises:
+        ArgumentError: no row has a rate, since there were too few steps.
     """
     timed = [(before["tokens"], row) for before, row in pairwise(rows) if "tokens_per_second" in row]
+    if not timed:
+        raise ArgumentError("steps", problem="is too small to time", expected="at least 30 on a GPU, 3 on a CPU")
     timed = timed[1:] or timed
     seconds = sum((row["tokens"] - tokens) / row["tokens_per_second"] for tokens, row in timed)
     mfu = [row["mfu"] for _, row in timed if "mfu" in row]
@@ -224,8 +230,7 @@ def main() -> None:
     parser.add_argument("--report", action="store_true", help="print the table of --output; run nothing")
     given = parser.parse_args()
     if given.report:
-        rows = [json.loads(line) for line in given.output.read_text().splitlines()]
-        Console(width=140).print(table(rows))
+        Console(width=140).print(table(read_rows(given.output)))
         return
     if given.model is None or given.shards is None:
         parser.error("--model and --shards are needed")
@@ -233,8 +238,7 @@ def main() -> None:
     if process_state().is_main_process:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         row |= provenance(device) | ({"commit": given.commit} if given.commit else {})
-        with given.output.open("a") as file:  # one write, as several processes may append
-            file.write(json.dumps(row) + "\n")
+        append_row(given.output, row)
         shown = ("model", "mode", "gpus", "tokens_per_s", "mfu", "first_step_s", "last_loss")
         print({name: row[name] for name in shown}, flush=True)
     if torch.distributed.is_initialized():

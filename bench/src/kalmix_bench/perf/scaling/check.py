@@ -6,8 +6,7 @@
 Each layer is tried in a model of two blocks, in float32 without TF32: DDP, FSDP2, tensor parallelism by heads, context
 parallelism in both layouts, whole and packed, and context parallelism with FSDP2 if the number of ranks is even. NaN
 and infinity count as an infinite error. The bound is 1e-5, or three times the error of one process in float32 against
-float64 on the same data, if that is more and at most 5e-5: a read-out near 0 has a large relative error, and its norm
-passes it on.
+float64 on the same data, if that is more and at most 5e-5: both sides round.
 
 Writes one row per layer and method as soon as it is known. If a rank fails, it writes why and ends the program, since
 the others might wait for it; so does a row that takes longer than `--limit`. Start it again with the same output folder
@@ -37,6 +36,8 @@ from kalmix.distributed import ContextParallel, gather_heads, shard_dynamics, sh
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix_bench.perf.scaling.group import (
+    BEGUN,
+    RESULTS,
     Ranks,
     append_row,
     check_names,
@@ -53,7 +54,6 @@ BOUND = 1e-5  # largest relative error of the loss and of a gradient, in float32
 ROUNDINGS, MOST_ROUNDING = 3, 5e-5
 WORDS, LENGTH = 61, 48  # vocabulary; tokens of a row per rank
 IGNORED = -100
-RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # rows; layers and methods that have begun
 
 
 class Data(NamedTuple):

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 TIMEOUT = timedelta(minutes=5)  # of a collective; `time_limit` ends the program earlier
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # files of rows, and of what has begun on all GPUs
 WRITE_SECONDS = 3.0  # time of the first rank to write a row after a time limit, before other ranks end
 
 

@@ -33,10 +33,18 @@ from torch import Tensor, distributed
 
 from kalmix.layers import MIXERS
 from kalmix.training.provenance import provenance
-from kalmix_bench.perf.scaling.group import Ranks, append_row, check_names, process_group, read_rows, time_limit
+from kalmix_bench.perf.scaling.group import (
+    BEGUN,
+    RESULTS,
+    Ranks,
+    append_row,
+    check_names,
+    process_group,
+    read_rows,
+    time_limit,
+)
 from kalmix_bench.perf.scaling.step import ALONE, METHODS, SIZES, Cell, Run, measure, profile_step, release, synchronize
 
-RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # rows; cells of all GPUs that have begun
 OUT_OF_MEMORY = "out of memory"
 
 

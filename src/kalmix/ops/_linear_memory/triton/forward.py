@@ -140,9 +140,9 @@ def prepare_signals(
         if num_subtiles > 1:
             folded = [torch.empty_like(x) for x in folded]
             decays_shape = tiling.num_tiles * num_subtiles, heads, keys
-            subtile_decays = torch.empty(decays_shape, dtype=float32, device=v.device)
-            if has_room:
-                subtile_decays = results.subtile_decays
+            subtile_decays = (
+                results.subtile_decays if has_room else torch.empty(decays_shape, dtype=float32, device=v.device)
+            )
         subtiles = (folded[0], folded[1] if corrects else folded[0], folded[-1], subtile_decays)
         tiles, features = (tiling.tile_table, length, tiling.tiles), per_key_sizes(sizes, corrects)
         decay_options = {"GAINS": scalar_gains, "VECTOR": vector_gains, **features}

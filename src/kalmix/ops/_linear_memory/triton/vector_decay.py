@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmix.ops._linear_memory import scratch
 from kalmix.ops._shared.triton.decay_products import MIN_LOG_DECAY
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
@@ -26,7 +27,7 @@ from kalmix.ops._shared.triton.tiles import (
     store_rows,
 )
 
-SUBTILE = tl.constexpr(16)
+SUBTILE = tl.constexpr(scratch.SUBTILE)
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
