@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kalmix.layers.fused import dispatch
+from kalmix.testing.nan_fill import nan_filled_memory
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 Part = Callable[..., Sequence[Tensor]]
@@ -18,8 +19,8 @@ Part = Callable[..., Sequence[Tensor]]
 
 @contextmanager
 def form(name: str) -> Iterator[None]:
-    """Run parts in their "eager" or their "triton" form inside the context."""
-    with pytest.MonkeyPatch.context() as patch:
+    """Run parts in their "eager" or their "triton" form inside the context, in memory that is filled with NaN."""
+    with pytest.MonkeyPatch.context() as patch, nan_filled_memory():
         patch.setattr(dispatch, "DEVICES", (DEVICE,) if name == "triton" else ())
         yield
 

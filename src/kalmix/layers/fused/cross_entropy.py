@@ -149,7 +149,9 @@ def _forward(
     weight_grad = rows.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
     bias_grad = rows.new_zeros(vocab_size if needs[2] else 0, dtype=wide)
     size = _chunk_size(len(rows), vocab_size * dtype.itemsize)
-    buffer = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)[:, :vocab_size]
+    padded = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)
+    padded[:, vocab_size:] = 0  # products in bfloat16 on a CPU multiply these columns by zero: NaN would stay
+    buffer = padded[:, :vocab_size]
     for start in range(0, len(rows), size):
         chunk = slice(start, start + size)
         x = rows[chunk]
