@@ -110,9 +110,9 @@ def _skip_idle_checks() -> None:
     tensor, check = interpreter.tl.core.tensor, TritonSemantic.binary_op_type_checking_impl
 
     def check_operands(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
-        if type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr():
-            if not (named.get("div_or_mod") or len(options) > 3):
-                return self.broadcast_impl_value(lhs, rhs)
+        alike = type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()
+        if alike and not named.get("div_or_mod") and len(options) <= 3:
+            return self.broadcast_impl_value(lhs, rhs)
         return check(self, lhs, rhs, *options, **named)
 
     TritonSemantic.binary_op_type_checking_impl = check_operands

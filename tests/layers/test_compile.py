@@ -19,6 +19,7 @@ from kalmix.ops import OPS
 WIDTH = 16
 LENGTHS = (7, 16, 33, 64, 65, 100, 128, 200, 257, 300)
 FAST = ("kla", "bayesian", "gated-kalmanet", "gated-deltanet", "recurrent-afa")  # one for each kind of kernel
+KINDS = (*FAST, "attention", "mamba2", "kda", "rt-afa")  # and for each kind of layer
 
 
 def each_layer(fast: tuple[str, ...]) -> Any:
@@ -88,7 +89,8 @@ def test_two_graphs_serve_training_at_all_lengths(name):
     assert counting.graphs <= 2
 
 
-@each_layer(())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
 def test_layers_train_with_dynamic_shapes_from_the_first_call(name):
     """Numbers of a module are inputs of such a graph, so functions of autograd must not read them."""
     layer = make_layer(name)
@@ -102,7 +104,7 @@ def test_layers_train_with_dynamic_shapes_from_the_first_call(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", WITH_TRITON)
+@pytest.mark.parametrize("name", [name for name in KINDS if name in WITH_TRITON])
 def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch):
     """Tensors are fake: they have shapes but no data, so that nothing is computed."""
     monkeypatch.setattr(dispatch, "DEVICES", ("cuda", "cpu"))
