@@ -52,6 +52,30 @@ def test_steps_that_are_not_captured_are_no_row() -> None:
     assert found["status"] == "failed" and "the model is on cpu" in found["reason"]
 
 
+def test_replays_of_a_graph_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replay lies between the two events."""
+    told: list[str] = []
+
+    class Graph:
+        def replay(self) -> None:
+            told.append("replay")
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            told.append("event")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    replays: list[Any] = []
+    graph = measure.TimedGraph(replays)
+    graph.replay()
+    graph.replay()
+    assert told == ["event", "replay", "event"] * 2 and len(replays) == 2
+
+
 @pytest.mark.slow
 def test_state_bytes_are_those_of_the_cache() -> None:
     """Two layers of Llama hold keys and values of every token but the last; ours hold the same for any prompt."""
@@ -110,9 +134,15 @@ def row(model: str, size: ModelSize, **changes: Any) -> dict[str, Any]:
 
 def test_the_report_judges_aims(tmp_path: Path) -> None:
     one, many = (replace(PRESETS["paper"], batch_size=n, seq_len=512) for n in (1, 64))
-    rows = [row("kda", one, ms=4.0), row("kla", many, ms=1.2), row("llama", one), row("gla", TINY)]
+    rows = [
+        row("kda", one, ms=4.0),
+        row("kla", many, ms=1.2),
+        row("llama", one, mode="captured", replay_ms=1.25),
+        row("gla", TINY),
+    ]
     (path,) = Decode().report(rows, tmp_path, Console(file=StringIO()))
     lines = [re.sub(" +", " ", line) for line in path.read_text().splitlines()]
     assert "| kda | 1 x 512 | ms a token | 4.00 | at most 3.0 | no |" in lines
+    assert any(line.startswith("| llama | captured | 2.00 | 1.25 | 500 |") for line in lines)
     assert "| kla | 64 x 512 | time / limit | 1.20 | at most 1.3 | yes |" in lines
     assert len([line for line in lines if line.endswith(("| no |", "| yes |"))]) == 2

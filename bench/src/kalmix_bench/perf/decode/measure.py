@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from kalmix.models import capture_decoding
 from kalmix.models.cache_name import cache_of
+from kalmix.models.captured_step import CudaGraph
 from kalmix_bench.perf.decode.protocol import DecodeCell
 from kalmix_bench.perf.host_lock import hold
 from kalmix_bench.perf.models.build import build
@@ -75,10 +77,40 @@ def inference_model(cell: DecodeCell, device: torch.device) -> nn.Module:
     return model
 
 
-def generate(model: Any, prompt: Tensor, cell: DecodeCell, clock: Clock | None = None) -> Any:
-    """Continue the prompts greedily by `cell.steps` tokens; return transformers' output with its cache."""
+class TimedGraph(CudaGraph):
+    """CUDA graph that measures its replays.
+
+    Args:
+        replays: list to which each replay adds its events of begin and end.
+    """
+
+    def __init__(self, replays: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> None:
+        super().__init__()
+        self.replays = replays
+
+    def replay(self) -> None:
+        """Launch the recorded kernels between two events."""
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        super().replay()
+        end.record()
+        self.replays.append((begin, end))
+
+
+def generate(
+    model: Any, prompt: Tensor, cell: DecodeCell, clock: Clock | None = None, graph: Callable[[], Any] | None = None
+) -> Any:
+    """Continue the prompts greedily by `cell.steps` tokens; return transformers' output with its cache.
+
+    Args:
+        model: model in evaluation mode.
+        prompt: tokens `[B, T]`.
+        cell: cache, and number of tokens.
+        clock: clock of the tokens.
+        graph: maker of the graph of captured steps. Default: CUDA graphs.
+    """
     tokens = {"max_new_tokens": cell.steps, "min_new_tokens": cell.steps, "do_sample": False}
-    with _captured(model) if cell.mode == "captured" else nullcontext():
+    with _captured(model, graph) if cell.mode == "captured" else nullcontext():
         return model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -91,11 +123,11 @@ def generate(model: Any, prompt: Tensor, cell: DecodeCell, clock: Clock | None =
 
 
 @contextmanager
-def _captured(model: Any) -> Iterator[None]:
+def _captured(model: Any, graph: Callable[[], Any] | None) -> Iterator[None]:
     """Capture decoding steps; raise the warning of `capture_decoding` as an error if they cannot be captured."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="Decoding steps are not captured")
-        with capture_decoding(model):
+        with capture_decoding(model, graph):
             yield
 
 
@@ -105,8 +137,8 @@ def _tokens(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> dict[str, Any
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated() if cuda else 0
-    clock = Clock()
-    output = generate(model, prompt, cell, clock)
+    clock, replays = Clock(), []
+    output = generate(model, prompt, cell, clock, partial(TimedGraph, replays) if cuda else None)
     peak = torch.cuda.max_memory_allocated() - held if cuda else None
     state = held_bytes(cache_of(output))
     del output
@@ -123,6 +155,8 @@ def _tokens(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> dict[str, Any
     }
     if not cuda:
         return found
+    if replays:
+        found["replay_ms"] = statistics.median(begin.elapsed_time(end) for begin, end in replays)
     launches = _profile(model, prompt, cell)
     moved = (weights + 2 * state) / _bandwidth(prompt.device)
     return found | launches._asdict() | {"memory_ms": 1e3 * moved}

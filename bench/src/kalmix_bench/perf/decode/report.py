@@ -52,12 +52,13 @@ def _tokens(size: ModelSize, good: dict[tuple[str, str, ModelSize], Row]) -> Tab
     caption = (
         f"{last['hardware']}; {size.layers} layers of width {size.hidden_size:,}, {size.vocab_size:,} words, weights "
         f"in {size.dtype}; median of {last['steps'] - 1} tokens of `generate`. {versions}; commit {last['commit']}. "
-        "Launches: calls that start kernels or a CUDA graph. Memory: the largest during prompt and tokens, above "
-        "weights. Limit: time of reading the weights, reading the state and writing it, at the speed of a copy."
+        "Launches: calls that start kernels or a CUDA graph. Graph: time of a captured step on the GPU; the rest of a "
+        "token is work of the host. Memory: the largest during prompt and tokens, above weights. Limit: time of "
+        "reading the weights, reading the state and writing it, at the speed of a copy."
     )
     columns = (
-        "ms a token", "tokens/s", "GPU ms", "kernels", "launches", "limit, ms", "prompt, ms", "memory, GiB",
-        "state a sequence, MiB", "first, s",
+        "ms a token", "graph, ms", "tokens/s", "GPU ms", "kernels", "launches", "limit, ms", "prompt, ms",
+        "memory, GiB", "state a sequence, MiB", "first, s",
     )  # fmt: skip
     title = f"tokens after prompts of {_prompts(size)} tokens"
     table = make_table(title, "model", "cache", *columns, caption=caption)
@@ -67,6 +68,7 @@ def _tokens(size: ModelSize, good: dict[tuple[str, str, ModelSize], Row]) -> Tab
             row["model"],
             row["mode"],
             f"{row['ms']:.2f}",
+            f"{row['replay_ms']:.2f}" if "replay_ms" in row else "-",
             f"{row['tokens_per_s']:,.0f}",
             f"{row['gpu_ms']:.2f}" if gpu else "-",
             f"{row['kernels']:,}" if gpu else "-",
