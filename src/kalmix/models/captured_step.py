@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -92,6 +93,7 @@ class CapturedStep:
         self.cache: Cache | None = None
         self.keep_cache: bool = False
         self._key: object = None
+        self._buffers: list[Any] = []  # of the cache; a list of buffers is replaced if one of them is
         self._ids: Tensor | None = None
         self._graph: Graph | None = None
         self._output: Any = None
@@ -122,10 +124,13 @@ class CapturedStep:
         Returns:
             The output of the model. The next step overwrites its logits.
         """
-        key = input_ids.shape, input_ids.dtype, input_ids.device, sorted(options.items()), _addresses(cache)
-        if key != self._key or self._ids is None:
-            self._key, self._ids, self._graph, self._output = key, input_ids.clone(), None, None
-            layers: list[Any] = cache.layers
+        layers: list[Any] = cache.layers
+        key = input_ids.shape, input_ids.dtype, input_ids.device, options
+        buffers = [x for layer in layers for x in (layer.tensors, layer.cumulative_length)]
+        same = len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers))
+        if key != self._key or not same or self._ids is None:
+            self._key, self._buffers = key, buffers
+            self._ids, self._graph, self._output = input_ids.clone(), None, None
             for layer in layers:
                 layer.in_place = True
             return self.forward(input_ids=self._ids, **with_cache(cache, options))
@@ -243,12 +248,6 @@ def _step_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     if given.get("use_cache") is False or not isinstance(keep, int) or dictionary is False or not cache.layers:
         return None
     return {"input_ids": ids, "cache": cache, "logits_to_keep": keep, "use_cache": True, "return_dict": True}
-
-
-def _addresses(cache: Cache) -> list[int]:
-    """Return the addresses of all buffers of a static cache."""
-    layers: list[Any] = cache.layers
-    return [x.data_ptr() for layer in layers for x in (*layer.tensors, layer.cumulative_length)]
 
 
 def _has_room(cache: Cache, batch: int, tokens: int) -> bool:
