@@ -15,6 +15,7 @@ def patch() -> None:
     _describe_blocks_once()
     _skip_idle_broadcasts()
     _skip_idle_checks()
+    _compute_directly()
 
 
 def _patch_language_once() -> None:
@@ -117,3 +118,64 @@ def _skip_idle_checks() -> None:
 
     TritonSemantic.binary_op_type_checking_impl = check_operands
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, *given: None
+
+
+def _compute_directly() -> None:
+    """Compute sums, differences and products of float32 and of integers by one call of NumPy each.
+
+    The interpreter converts, broadcasts and describes both operands first, in about ten calls. What is left to it here:
+    pointers, other dtypes, operands of two dtypes and blocks with different numbers of axes. Functions of the language
+    also lose a layer of calls that copies their arguments.
+    """
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import TensorHandle, TritonSemantic
+
+    core = interpreter.tl.core
+    tensor, constexpr = core.tensor, core.constexpr
+    numbers = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    names = {f"__{r}{name}__": (operation, bool(r)) for name, operation in operations.items() for r in ("", "r")}
+
+    def number(value: Any, dtype: str) -> Any:
+        """Return a number in a dtype, without an axis; `None` if Triton would compute in another dtype."""
+        if type(value) is float and dtype == "fp32":
+            return np.float32(value)
+        if type(value) is int and (dtype == "fp32" or -(2**31) <= value < 2**31):
+            return numbers[dtype](value)
+        return None
+
+    def direct(operation: Any, swapped: bool, otherwise: Any) -> Any:
+        def run(self: Any, other: Any) -> Any:
+            dtype, result = self.dtype, self.type
+            if dtype.name not in numbers:
+                return otherwise(self, other)
+            if type(other) is tensor:
+                if other.dtype is not dtype:
+                    return otherwise(self, other)
+                value, shape = other.handle.data, other.type.shape if other.type.is_block() else None
+                if shape is not None and not result.is_block():
+                    result = other.type
+                elif shape is not None and shape.values != result.shape.values:
+                    if len(shape) != len(result.shape):
+                        return otherwise(self, other)
+                    sizes = np.broadcast_shapes(tuple(shape.values), tuple(result.shape.values))
+                    result = core.block_type(dtype, list(sizes))
+            else:
+                value = number(other.value if type(other) is constexpr else other, dtype.name)
+                if value is None:
+                    return otherwise(self, other)
+            data = operation(value, self.handle.data) if swapped else operation(self.handle.data, value)
+            return tensor(TensorHandle(data, dtype), result)
+
+        return run
+
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
+
+        def call(*given: Any, **named: Any) -> Any:
+            named["_semantic"] = semantic
+            return function(*given, **named)
+
+        scope.set_attr(owner, name, direct(*names[name], call) if owner is tensor and name in names else call)
+
+    interpreter._patch_attr = patch_attr
