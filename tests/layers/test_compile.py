@@ -140,8 +140,13 @@ def test_two_graphs_serve_decoding(name):
     assert counting.graphs <= 2
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
-@each_layer(("kla", "bayesian", "afa", "recurrent-afa"))
+EXPORTED = [(name, False) for name in MIXERS] + [(name, True) for name in KINDS]
+EXPORTED_FAST = [(name, False) for name in ("kla", "bayesian", "afa", "recurrent-afa")]
+
+
+@pytest.mark.parametrize(
+    ("name", "strict"), [pytest.param(*x, marks=() if x in EXPORTED_FAST else pytest.mark.slow) for x in EXPORTED]
+)
 def test_export_serves_all_batch_sizes_and_lengths(name, strict):
     layer = make_layer(name).eval()
     dynamic = ({0: Dim("batch"), 1: Dim("length")},)
