@@ -205,9 +205,9 @@ class HistoryBelief(NamedTuple):
     """Keys, values and times of past tokens, like a key-value cache: the belief of the op `attend`.
 
     It has S slots for each of N sequences (the batch rows, or the segments). A slot stores one token or is empty.
-    Without a belief, the op starts from 0 slots. A call with T tokens appends T slots to each sequence; with segments,
-    up to B T slots, empty for tokens of other sequences. With `window`, it keeps the newest `window` tokens of each
-    sequence.
+    Without a belief, the op starts from 0 slots. A call with T tokens appends T slots to each sequence, empty for
+    tokens that are not its own; with more segments than batch rows, up to B T slots. With `window`, it keeps the newest
+    `window` tokens of each sequence.
 
     `lengths` is the number of stored tokens, int64 `[N]`. `newest(count)` returns the belief with the newest `count`
     tokens (an integer >= 0) of each sequence, or all if it has fewer, in at most `count` slots, empty ones first.

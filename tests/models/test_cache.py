@@ -48,6 +48,22 @@ def test_cache_holds_only_states():
 
 
 @torch.no_grad()
+def test_padding_changes_no_shape_of_a_cache():
+    """Exported and compiled code cannot shorten histories to the longest sequence, so eager code does not either."""
+    model, ids = build(EVERY_LAYER), tokens(2, 12)
+    mask = torch.tensor([[1] * 2 + [0] * 5, [0] * 4 + [1] * 3])  # a row has no more than 3 tokens
+    shapes = []
+    for first, both in ((mask, torch.cat([mask, mask[:, :5]], 1)), (None, None)):
+        cache = model(ids[:, :7], attention_mask=first).cache
+        shapes.append([[x.shape for x in layer.tensors] for layer in cache.layers])
+        model(ids[:, 7:], attention_mask=both, **{CACHE_NAME: cache})
+        shapes[-1] += [[x.shape for x in layer.tensors] for layer in cache.layers]
+    names = [type(mixer).__name__ for mixer in model.model.layers.mixers] * 2
+    for name, padded, plain in zip(names, *shapes, strict=True):
+        assert padded == plain, name
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_a_state_in_one_dtype_continues(kind):
     """The exporters of transformers cast all tensors of a cache, also times in float64, to the dtype of the model."""

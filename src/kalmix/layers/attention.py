@@ -28,8 +28,8 @@ class AttentionState(NamedTuple):
     """Key-value cache of an `Attention` layer: S slots, each with one token or empty, for each of N sequences.
 
     N is the batch size, or the number of segments. A first call gives T slots, or B T if it has more segments than
-    batch rows. A later call adds T slots; with segments, as many as the longest one has tokens (T where values are not
-    checked, see `kalmix.checks`). Slots with tokens of other sequences are empty.
+    batch rows. A later call adds T slots; with more segments than batch rows, as many as the longest one has tokens (T
+    where values are not checked, see `kalmix.checks`). Slots with tokens of other sequences are empty.
 
     Fields are not checked here; `Attention` raises `ArgumentError` for a wrong shape, dtype or device.
 
@@ -206,7 +206,7 @@ class Attention(Mixer):
                 output = attend_packed(q, k, v, segments, segment_ids)
             final = _state_per_sequence(new, segments, segment_ids)
         else:
-            index, inside = _tokens_of_sequences(segments, length)
+            index, inside = _tokens_of_sequences(segments, batch, length)
             q, k, v, position = (x.flatten(0, 1)[index] for x in (q, *new))
             new = AttentionState(k, v, torch.where(inside, position, -1))
             output, final = self._continue(q, new, previous)
@@ -288,14 +288,15 @@ def _state_per_sequence(new: AttentionState, segments: Segments, segment_ids: Te
     return AttentionState(keys, values, torch.where(own, position, -1))
 
 
-def _tokens_of_sequences(segments: Segments, length: int) -> tuple[Tensor, Tensor]:
+def _tokens_of_sequences(segments: Segments, batch: int, length: int) -> tuple[Tensor, Tensor]:
     """Return the index of each sequence's tokens in the flattened batch, `[N, L]`, and which of them it has.
 
-    L is the number of tokens of the longest sequence, or `length` if it cannot be read.
+    L is the number of tokens of the longest sequence; or `length`, if that number cannot be read, or if there are no
+    more sequences than batch rows, so that a cache has the same slots in eager, compiled and exported code.
     """
     row, start, stop = segments.rows.long().unbind(1)
     count = stop - start
-    longest = max(1, int(count.max())) if can_check_values(count) and count.numel() else length
+    longest = max(1, int(count.max())) if can_check_values(count) and segments.count > batch else length
     within = torch.arange(longest, device=row.device)
     inside = within < count[:, None]
     return torch.where(inside, (row * length + start)[:, None] + within, 0), inside

@@ -1,9 +1,10 @@
 """Layout of the queries, keys and values of a call in rows of slots.
 
 A row has S slots of keys, and its last T slots also have queries. Without a history, a row is a batch row, and packed
-sequences share it. With a history, each sequence has a row of its own: its history, then its tokens where lengths may
-be read, or else a copy of its batch row. The rank of a slot encodes which keys a query attends to: it is the position
-in the sequence, plus `RANK_STRIDE` times the index of the sequence where sequences share a row.
+sequences share it. With a history, each sequence has a row of its own: its history, then a copy of its batch row. If
+there are more sequences than batch rows and lengths may be read, its own tokens replace that copy. The rank of a slot
+encodes which keys a query attends to: it is the position in the sequence, plus `RANK_STRIDE` times the index of the
+sequence where sequences share a row.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def make_layout(
 
     new_belief, own_tokens = row, None
     if segments is not None and segment_ids is not None:
-        own_tokens = _own_tokens(segments, length)
+        own_tokens = _own_tokens(segments, batch, length)
         new_belief = _row_per_sequence(row, segments, segment_ids, own_tokens, share=not has_history)
     final_belief = (
         HistoryBelief(*(torch.cat(x, 1) for x in zip(belief, new_belief, strict=True))) if has_history else new_belief
@@ -144,13 +145,16 @@ def _continue_positions(
     return next_position[sequence] + index_in_sequence, default_times[sequence] + index_in_sequence
 
 
-def _own_tokens(segments: Segments, length: int) -> tuple[Tensor, Tensor] | None:
+def _own_tokens(segments: Segments, batch: int, length: int) -> tuple[Tensor, Tensor] | None:
     """Return where the tokens of each sequence are in its batch row.
 
     Returns:
-        Columns, int64 `[N, longest]`, and a mask of those that are tokens; `None` where lengths must not be read.
+        Columns, int64 `[N, longest]`, and a mask of those that are tokens; `None` where lengths must not be read, or
+        if there are no more sequences than batch rows.
     """
-    if not reads_lengths(segments.rows) or torch.compiler.is_compiling() or in_transform() or not segments.count:
+    if not reads_lengths(segments.rows) or torch.compiler.is_compiling() or in_transform():
+        return None
+    if segments.count <= batch:  # such as padded rows: a cache has the same slots in eager, compiled and exported code
         return None
     _row, start, stop = segments.rows.long().unbind(1)
     columns = start[:, None] + torch.arange(max(1, int((stop - start).max())))
