@@ -357,7 +357,9 @@ def test_published_sizes():
 def test_dynamics_parameters_of_each_layer():
     slow = {id(p) for p in BayesianLayer(D, rotations=True).dynamics_parameters()}
     assert len(slow) == 3
-    assert not list(GatedDeltaNet(D).dynamics_parameters())
+    for layer in (GatedDeltaNet(D), KDA(D), Mamba2(D), GatedKalmaNet(D)):  # optimizers apply no weight decay to vectors
+        assert not list(layer.dynamics_parameters())
+        assert [p.ndim for p in layer.decay.dynamics.parameters()] == [1, 1]
     assert len(list(DesignLayer(D, design="bayesian").dynamics_parameters())) == 2
     assert len(list(DesignLayer(D, design="kla").dynamics_parameters())) == 3
     assert not list(DesignLayer(D, design="deltanet").dynamics_parameters())
