@@ -34,7 +34,7 @@ def test_against_the_formula(width, options):
             rows.append(scores.softmax(0) @ v[: t + 1, part])
         found.append(torch.stack(rows))
     expected = torch.cat(found, dim=-1) @ layer.out_proj.weight.T
-    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-6, atol=1e-6)  # angles are float32
+    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-12, atol=1e-12)
 
 
 def unit_rms(u: torch.Tensor, eps: float) -> torch.Tensor:

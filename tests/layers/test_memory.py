@@ -150,7 +150,7 @@ def test_retnet_is_decayed_rotary_attention():
     reads = torch.einsum("gts,sgv->tgv", (weights * fading).tril(), v)
     gate = silu(linear(x[0], layer.gate_proj))
     expected = projected_out(layer, reads, gate)
-    torch.testing.assert_close(layer(x)[0][0], expected, rtol=1e-5, atol=1e-6)  # angles are float32
+    torch.testing.assert_close(layer(x)[0][0], expected, **CLOSE)
 
 
 def test_mamba2():

@@ -30,7 +30,7 @@ def to_state_dtype(x: Tensor) -> Tensor:
 
 
 def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Apply rotary position embeddings, computed in float32.
+    """Apply rotary position embeddings, computed in float32 (float64 if `x` is).
 
     Columns j and j + width / 2 rotate together, by base^(-2 j / width) radians per position.
 
@@ -40,7 +40,7 @@ def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
         base: base of the frequencies.
     """
     half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    frequency = base ** (-torch.arange(half, device=x.device, dtype=belief_dtype(x.dtype)) / half)
     angle = (position[..., None] * frequency)[:, :, None]
     return rotate_pairs(to_state_dtype(x), angle.cos(), angle.sin()).to(x.dtype)
 
