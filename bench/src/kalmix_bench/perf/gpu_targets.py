@@ -32,6 +32,7 @@ from triton.backends.nvidia.compiler import get_ptx_version_from_options
 from kalmix.training.provenance import provenance
 from kalmix_bench.perf.gpu_calls import calls
 from kalmix_bench.perf.gpu_simulation import GPUS, Collector, Configuration
+from kalmix_bench.runner.json_lines import append_rows, read_rows
 
 MAX_TENSOR_MEMORY = 512  # columns
 
@@ -120,10 +121,8 @@ def compile_all(
         store: JSON lines of earlier results, which are not computed again; new results are added.
         processes: how many run at a time.
     """
-    store.parent.mkdir(parents=True, exist_ok=True)
-    store.touch()
     kind, context = compile_one.__name__, multiprocessing.get_context("fork")
-    lines = [json.loads(line) for line in store.read_text().splitlines()]
+    lines = read_rows(store)
     known = {x["key"]: Resources(*x["resources"]) for x in lines if x["kind"] == kind}
     waiting, running = [key for key in found if key not in known], dict[Connection, tuple[str, Any]]()
     while waiting or running:
@@ -141,8 +140,7 @@ def compile_all(
                 process.join()
                 known[key] = Resources(error=f"Triton ended the process with signal {-(process.exitcode or 0)}")
             process.join()
-            with store.open("a") as file:
-                file.write(json.dumps({"key": key, "kind": kind, "resources": known[key]}) + "\n")
+            append_rows(store, [{"key": key, "kind": kind, "resources": known[key]}])
     return {key: known[key] for key in found}
 
 

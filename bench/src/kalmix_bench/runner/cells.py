@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 from filelock import FileLock
 
-from kalmix.errors import ArgumentError, FileError
-from kalmix.files import check_format, disk_errors, read_text, sync
+from kalmix.files import check_format
+from kalmix_bench.runner.json_lines import append_rows, foreign_file, read_lines
 
 Row = dict[str, Any]
 
@@ -30,8 +28,7 @@ class Results:
     """File of finished cells, one JSON object per line: the cell, where it ran, and its results.
 
     Several processes may append at once. Lines damaged by a crash or a power cut (truncated, blank, or of NULs) are
-    skipped
-    with a warning, and the next row starts on a new line.
+    skipped with a warning, and the next row starts on a new line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -43,27 +40,11 @@ class Results:
         Raises:
             ArgumentError: the file has other content, or rows of a newer version.
         """
-        try:
-            text = read_text(self.path) if self.path.exists() else ""
-        except FileError:
-            raise self._foreign("which is not UTF-8 text") from None
-        damaged = []
-        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
-            line = line.strip("\0\r\t ")
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError):
-                if line and not line.startswith("{"):
-                    raise self._foreign(f"whose line {number} is not JSON") from None
-                damaged.append(number)
-                continue
+        for number, row in read_lines(self.path):
             if not isinstance(row, dict) or not {"seconds", "versions"} <= row.keys():
-                raise self._foreign(f"whose line {number} is not a result")
+                raise foreign_file(self.path, f"whose line {number} is not a result")
             check_format(row, self.path)
             yield row
-        if damaged:
-            lines = f"line{'' if len(damaged) == 1 else 's'} {', '.join(map(str, damaged))}"
-            warnings.warn(f"skipping {lines} of {self.path}: blank, or cut off while written", stacklevel=2)
 
     def rows(self, cells: Iterable[Any]) -> dict[Any, Row]:
         """Return the rows of the cells that are in the file, in the order of `cells`; the last row if there are
@@ -85,19 +66,8 @@ class Results:
         Raises:
             OSError: the disk is full; names the file.
         """
-        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        with FileLock(self._beside("results")), disk_errors(self.path), self.path.open("a+b", buffering=0) as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - 1))
-            text = (b"" if file.read(1) in (b"", b"\n") else b"\n") + text
-            try:
-                while text:
-                    text = text[file.write(text) :]
-                os.fsync(file.fileno())
-            except OSError:
-                file.truncate(end)
-                raise
-        sync(self.path.parent)
+        with FileLock(self._beside("results")):
+            append_rows(self.path, rows)
 
     def claim(self, cell: Cell) -> FileLock:
         """Return the lock that a process holds while it runs a cell, so that no other does. It is freed if the process
@@ -109,12 +79,6 @@ class Results:
         folder = self.path.parent / ".locks"
         folder.mkdir(parents=True, exist_ok=True)
         return folder / f"{name}.lock"
-
-    def _foreign(self, fault: str) -> ArgumentError:
-        hint = "Choose another output folder"
-        return ArgumentError(
-            "results", got=f"{str(self.path)!r}, {fault}", expected="a file that `kalmix bench` wrote", hint=hint
-        )
 
 
 def digest(cell: Cell) -> str:
