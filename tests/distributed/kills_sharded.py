@@ -29,31 +29,16 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from killing import KillError, Run, check_next, count_events, note_steps
 
+from distributed.tiny_pretraining import prepare_shards, torchrun_command, write_recipe
 from kalmix import cli
 from kalmix.files import PARTIAL
 from kalmix.training.checkpoints import checkpoint_step, newest_checkpoint
-from kalmix.training.shards import Preparation, prepare
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 VICTIMS = {"process 0": slice(0, 1), "process 1": slice(1, 2), "all": slice(0, 2)}  # which of the two processes
 NAMES = tuple(VICTIMS)
 LIMIT = 300.0  # seconds of a session
 GRACE = 60.0  # seconds in which the rest of a killed run must end
 STEPS = 12
-RECIPE = """
-layers = [{{ mixer = "kla", slots = 4 }}, {{ mixer = "attention", heads = 2 }}]
-shards = {shards!r}
-packing = "best-fit"
-vocab_size = 280
-hidden_size = 8
-seq_len = 16
-batch_tokens = 128
-batch_size = 2
-steps = {steps}
-save_steps = 2
-eval_tokens = 64
-fsdp = true
-"""
 # Values of a row that depend on the clock.
 CLOCK = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
@@ -97,11 +82,11 @@ class Sharded(Run):
         super().__init__(folder)
         self.losses = folder / "losses"
         self.losses.touch()
-        (folder / "recipe.toml").write_text(RECIPE.format(shards=str(shards), steps=STEPS))
+        self.recipe = write_recipe(folder, shards, steps=STEPS, save_steps=2)
 
     def next_command(self) -> list[str] | None:
         if not (self.output / "recipe.json").exists():
-            return ["pretrain", str(self.folder / "recipe.toml"), "--output", str(self.output)]
+            return ["pretrain", str(self.recipe), "--output", str(self.output)]
         return None if self.finished() else ["pretrain", "--resume", "--output", str(self.output)]
 
     def finished(self) -> set[str]:
@@ -145,7 +130,7 @@ class Sharded(Run):
         step = STEPS - (1 - kill.fraction) * left * STEPS if kill is not None and not kill.by_event else None
         with self.log.open("a") as log:
             torchrun = subprocess.Popen(
-                [*TORCHRUN, __file__, "--process", str(self.folder), *command], stdout=log, stderr=log
+                [*torchrun_command(2), __file__, "--process", str(self.folder), *command], stdout=log, stderr=log
             )
             try:
                 return self._watch(torchrun, kill, step, notes)
@@ -307,18 +292,6 @@ def compare(run: Sharded, wanted: dict[str, Any]) -> int:
         if value != wanted[name]:
             raise KillError(f"{name} differ from those of the undisturbed run")
     return len(logged)
-
-
-def prepare_shards(folder: Path) -> Path:
-    """Prepare a tiny corpus; return the folder of its shards."""
-    from training.conftest import WORDS
-
-    (folder / "corpus").mkdir()
-    for n in range(90):
-        words = " ".join(WORDS[(n * k + k) % len(WORDS)] for k in range(3 + n % 20))
-        (folder / "corpus" / f"{n}.txt").write_text(f"{n} {words}")
-    prepare(Preparation(str(folder / "corpus"), vocab_size=280, held_out=0.1), folder / "shards")
-    return folder / "shards"
 
 
 def run_kills(kills: int, seed: int, folder: Path) -> tuple[int, int, int]:

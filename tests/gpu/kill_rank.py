@@ -25,27 +25,14 @@ from killing import KillError
 
 GRACE = 60.0  # seconds in which the other processes must end after the kill
 LIMIT = 240.0  # seconds of a session
-RECIPE = """
-layers = [{{ mixer = "kla", slots = 4 }}, {{ mixer = "attention", heads = 2 }}]
-shards = {shards!r}
-packing = "best-fit"
-vocab_size = 280
-hidden_size = {hidden_size}
-seq_len = 16
-batch_tokens = {batch_tokens}
-batch_size = 2
-steps = {steps}
-save_steps = 10
-eval_tokens = 64
-fsdp = true
-"""
 
 
 def start(ranks: int, command: list[str], log: Path) -> subprocess.Popen[bytes]:
     """Start torchrun with a command of kalmix in each process."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    from tiny_pretraining import torchrun_command
+
     with log.open("w") as file:
-        return subprocess.Popen([*torchrun, __file__, "--process", *command], stdout=file, stderr=file)
+        return subprocess.Popen([*torchrun_command(ranks), __file__, "--process", *command], stdout=file, stderr=file)
 
 
 def processes(parent: int) -> dict[int, int]:
@@ -73,16 +60,15 @@ def finish(torchrun: subprocess.Popen[bytes], seconds: float, log: Path) -> floa
 
 def kill_and_resume(ranks: int, victim: int, steps: int, folder: Path) -> None:
     """Run, kill, resume and check; print what happened."""
-    from kills_sharded import prepare_shards
+    from tiny_pretraining import prepare_shards, write_recipe
 
     from kalmix.training.checkpoints import checkpoint_step, newest_checkpoint
 
-    hidden_size = 8 * ranks  # so that each rank has rows of most parameters
-    sizes = {"batch_tokens": 2 * 16 * ranks, "steps": steps, "hidden_size": hidden_size}
-    (folder / "recipe.toml").write_text(RECIPE.format(shards=str(prepare_shards(folder)), **sizes))
+    sizes = {"batch_tokens": 32 * ranks, "hidden_size": 8 * ranks}  # so that each rank has rows of most parameters
+    recipe = write_recipe(folder, prepare_shards(folder), steps=steps, save_steps=10, **sizes)
     output, logs = folder / "run", [folder / "first.log", folder / "second.log"]
 
-    first = start(ranks, ["pretrain", str(folder / "recipe.toml"), "--output", str(output)], logs[0])
+    first = start(ranks, ["pretrain", str(recipe), "--output", str(output)], logs[0])
     try:
         begin = time.monotonic()
         while newest_checkpoint(output / "checkpoints") is None:
