@@ -38,7 +38,7 @@ from kalmix.training.trainer import KalmixTrainer, process_state, training_argum
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import MODELS, PRESETS, ModelSize
 from kalmix_bench.perf.peers import has_fla
-from kalmix_bench.perf.scaling.group import append_row, read_rows
+from kalmix_bench.runner.json_lines import append_rows, read_rows
 
 PEER_LAYERS = {"llama": "attention", "fla gated-deltanet": "gated-deltanet", "fla kda": "kda"}
 
@@ -238,7 +238,7 @@ def main() -> None:
     if process_state().is_main_process:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         row |= provenance(device) | ({"commit": given.commit} if given.commit else {})
-        append_row(given.output, row)
+        append_rows(given.output, [row])
         shown = ("model", "mode", "gpus", "tokens_per_s", "mfu", "first_step_s", "last_loss")
         print({name: row[name] for name in shown}, flush=True)
     if torch.distributed.is_initialized():

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import json
+import math
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,9 +19,12 @@ import torch
 from torch import Tensor, distributed
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-TIMEOUT = timedelta(minutes=5)  # of a collective; `time_limit` ends the program earlier
+from kalmix_bench.runner.json_lines import read_rows
+
+LEAST_TIMEOUT = 300.0  # seconds of a collective; programs with a longer limit have a longer timeout
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 RESULTS, BEGUN = "results.jsonl", "begun.jsonl"  # files of rows, and of what has begun on all GPUs
+MARGIN = 60.0  # seconds by which the timeout of a collective is longer than the limit of a row
 WRITE_SECONDS = 3.0  # time of the first rank to write a row after a time limit, before other ranks end
 
 
@@ -52,16 +55,21 @@ class Ranks(NamedTuple):
         distributed.broadcast_object_list(values, 0, self.control)
         return values[0]
 
+    def read_rows(self, path: Path) -> list[dict[str, Any]]:
+        """Return the rows of a file that the first rank reads. It alone writes, so no rank reads an unfinished line."""
+        return self.from_first(read_rows(path) if self.rank == 0 else None)
+
     def wait(self) -> None:
         """Wait for all ranks."""
         self.collect(None)
 
 
 @contextmanager
-def process_group() -> Iterator[Ranks]:
+def process_group(limit: float) -> Iterator[Ranks]:
     """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; yield the ranks.
 
-    Leaves the group only after success: NCCL would wait for ranks that failed.
+    Leaves the group only after success: NCCL would wait for ranks that failed. Collectives do not time out within
+    `limit` seconds, the time limit of a row.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with torchrun, even if it is killed
@@ -69,9 +77,10 @@ def process_group() -> Iterator[Ranks]:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
+    timeout = timedelta(seconds=max(LEAST_TIMEOUT, limit + MARGIN))
     backend = "nccl" if cuda else "gloo"
-    distributed.init_process_group(backend, device_id=device if cuda else None, timeout=TIMEOUT)
-    control = distributed.new_group(backend="gloo", timeout=TIMEOUT)
+    distributed.init_process_group(backend, device_id=device if cuda else None, timeout=timeout)
+    control = distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, distributed.ProcessGroup)
     yield Ranks(device, distributed.get_rank(), distributed.get_world_size(), control)
     distributed.destroy_process_group()
@@ -98,6 +107,28 @@ def time_limit(seconds: float, ranks: Ranks, write: Callable[[], None]) -> Itera
         timer.cancel()
 
 
+def too_long(limit: float, during: str = "") -> str:
+    """Return why a row was cut by the time limit, and which option to raise."""
+    when = f" {during}" if during else ""
+    reason = "Kernels may still be compiling, or a rank may have failed or wait for another"
+    return f"took longer than {limit:g} s{when}. {reason}. To run it again with more time, raise --limit"
+
+
+def has_ended(rows: Sequence[dict[str, Any]], begun: int, limit: float) -> bool:
+    """Return whether something has its result, or ended an earlier program, and must not run again.
+
+    A row that was cut by the time limit runs again with a longer one.
+
+    Args:
+        rows: its rows, oldest first. `limit` of a row is the time limit that cut it.
+        begun: how many times it began.
+        limit: seconds that it may take now.
+    """
+    if begun > len(rows):
+        return True
+    return bool(rows) and rows[-1].get("limit", math.inf) >= limit
+
+
 def check_names(parser: argparse.ArgumentParser, option: str, names: Iterable[str], accepted: Iterable[str]) -> None:
     """Check that an option has known names only; otherwise end the program with status 2."""
     known = list(accepted)
@@ -115,15 +146,3 @@ def summed(x: Tensor) -> Tensor:
     x = x.detach().clone()
     distributed.all_reduce(x)
     return x
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a file of JSON lines; none if it does not exist."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row to a file of JSON lines."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as file:
-        file.write(json.dumps(row) + "\n")

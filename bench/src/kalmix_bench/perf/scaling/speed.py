@@ -13,7 +13,7 @@ other work disturbs them. One that runs out of memory is run again with activati
 
 Each row is written when it ends, also if it failed. If some ranks fail while others wait for them, or if a row takes
 longer than `--limit`, the program ends with status 1. Start it again to continue: rows in the output folder are not run
-again. `--report` prints the table of a folder.
+again, except those that the limit cut, if it is longer now. `--report` prints the table of a folder.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from kalmix_bench.perf.scaling.group import (
     BEGUN,
     RESULTS,
     Ranks,
-    append_row,
     check_names,
+    has_ended,
     process_group,
-    read_rows,
     time_limit,
+    too_long,
 )
 from kalmix_bench.perf.scaling.step import ALONE, METHODS, SIZES, Cell, Run, measure, profile_step, release, synchronize
+from kalmix_bench.runner.json_lines import append_rows, read_rows
 
 OUT_OF_MEMORY = "out of memory"
+LIMIT, COMPILED_LIMIT = 300.0, 900.0  # seconds of a row of all GPUs; the first row of a model compiles its blocks
 
 
 class Options(NamedTuple):
@@ -84,17 +86,17 @@ def cells_of(
     return found
 
 
-def next_cell(cell: Cell, rows: Iterable[dict[str, Any]], begun: Iterable[dict[str, Any]]) -> Cell | None:
+def next_cell(cell: Cell, rows: Iterable[dict[str, Any]], begun: Iterable[dict[str, Any]], limit: float) -> Cell | None:
     """Return the cell as it must run now, with activation checkpointing if needed; `None` if its result is known."""
     rows = list(rows)
     own = [row for row in rows if _is_of(cell, row)]
     like = own if cell.is_context else [*own, *(x for x in rows if _is_of(cell._replace(method="one"), x))]
     cell = cell._replace(checkpointing=any(row["status"] == OUT_OF_MEMORY for row in like))
-    if any(row["status"] != OUT_OF_MEMORY or row["checkpointing"] for row in own):
+    if any((row["status"] != OUT_OF_MEMORY or row["checkpointing"]) and "limit" not in row for row in own):
         return None
-    if any(_is_of(cell, row) and row["checkpointing"] == cell.checkpointing for row in begun):
-        return None  # it ended an earlier run
-    return cell
+    same = [row for row in own if row["checkpointing"] == cell.checkpointing]
+    count = sum(_is_of(cell, row) and row["checkpointing"] == cell.checkpointing for row in begun)
+    return None if has_ended(same, count, limit) else cell
 
 
 def _is_of(cell: Cell, row: dict[str, Any]) -> bool:
@@ -175,11 +177,11 @@ def run_together(cell: Cell, ranks: Ranks, options: Options, rows: list[dict[str
     If some ranks fail and others do not, or if it takes longer than the limit, the program ends.
     """
     if ranks.rank == 0:
-        append_row(options.output / BEGUN, cell._asdict())
+        append_rows(options.output / BEGUN, [cell._asdict()])
 
     def give_up() -> None:
-        reason = f"took longer than {options.limit:.0f} s; a rank may have failed or may wait for another"
-        _write(_begin_row(cell, ranks, options) | {"status": "failed", "error": reason}, options, ranks)
+        cut = {"status": "failed", "error": too_long(options.limit), "limit": options.limit}
+        _write(_begin_row(cell, ranks, options) | cut, options, ranks)
 
     with time_limit(options.limit, ranks, give_up):
         found = ranks.collect(attempt(cell, ranks, options))
@@ -206,7 +208,7 @@ def _largest(x: float, device: torch.device) -> float:
 
 def _write(row: dict[str, Any], options: Options, ranks: Ranks) -> None:
     row = row | provenance(ranks.device) | ({"commit": options.commit} if options.commit else {})
-    append_row(options.output / RESULTS, row)
+    append_rows(options.output / RESULTS, [row])
     print(_describe(row), flush=True)
 
 
@@ -254,15 +256,14 @@ def _shape(row: dict[str, Any]) -> tuple[int, int, bool]:
 
 def run_cells(cells: list[Cell], ranks: Ranks, options: Options) -> None:
     """Run the cells whose results are unknown, in order, until the deadline."""
-    rows = ranks.from_first(read_rows(options.output / RESULTS))
-    begun = ranks.from_first(read_rows(options.output / BEGUN))
+    rows, begun = (ranks.read_rows(options.output / name) for name in (RESULTS, BEGUN))
     for alone, group in groupby(cells, lambda cell: cell.method in ALONE):
         if alone:
-            pending = [x for x in (next_cell(cell, rows, begun) for cell in group) if x is not None]
+            pending = [x for x in (next_cell(cell, rows, begun, options.limit) for cell in group) if x is not None]
             run_alone(pending, ranks, options, rows)
             continue
         for cell in group:
-            now = next_cell(cell, rows, begun)
+            now = next_cell(cell, rows, begun, options.limit)
             if now is not None and time_is_left(ranks, options):
                 run_together(now, ranks, options, rows)
 
@@ -280,7 +281,8 @@ def main() -> None:
     parser.add_argument("--compiled", action="store_true", help="compile each block with torch.compile")
     parser.add_argument("--profile", action="store_true", help="record the kernels of one more step of each row")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which no row begins")
-    parser.add_argument("--limit", type=float, default=300, help="seconds of a row of all GPUs; then the program ends")
+    limits = f"Default: {LIMIT:.0f}, or {COMPILED_LIMIT:.0f} with --compiled"
+    parser.add_argument("--limit", type=float, help=f"seconds of a row of all GPUs; then the program ends. {limits}")
     parser.add_argument("--commit", help="commit for the rows, where git is absent")
     parser.add_argument("--output", type=Path, default=Path("runs/scaling"), help="folder for results.jsonl")
     parser.add_argument("--report", action="store_true", help="print the table of the output folder; run nothing")
@@ -295,8 +297,9 @@ def main() -> None:
         batches = [int(x) for x in arguments.batch.split(",")]
         cells = cells_of(names, methods, batches, arguments.length, arguments.long, arguments.compiled)
         stop = begin + arguments.deadline
-        options = Options(arguments.output, arguments.steps, arguments.profile, stop, arguments.limit, arguments.commit)
-        with process_group() as ranks:
+        limit = arguments.limit or (COMPILED_LIMIT if arguments.compiled else LIMIT)
+        options = Options(arguments.output, arguments.steps, arguments.profile, stop, limit, arguments.commit)
+        with process_group(limit) as ranks:
             run_cells(cells, ranks, options)
             first = ranks.rank == 0
         if not first:
