@@ -26,7 +26,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from kalmix_bench.perf.scaling.group import (
     RESULTS,
     Ranks,
     check_names,
+    end_process,
     has_ended,
     process_group,
     time_limit,
@@ -259,4 +259,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    end_process(main())

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, distributed
@@ -68,8 +68,8 @@ class Ranks(NamedTuple):
 def process_group(limit: float) -> Iterator[Ranks]:
     """Join the process group of torchrun, NCCL on GPUs and gloo elsewhere; yield the ranks.
 
-    Leaves the group only after success: NCCL would wait for ranks that failed. Collectives do not time out within
-    `limit` seconds, the time limit of a row.
+    Leaves the group only after success, when all ranks have ended their work: NCCL would wait for ranks that failed.
+    Collectives do not time out within `limit` seconds, the time limit of a row. Programs end with `end_process`.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # end with torchrun, even if it is killed
@@ -82,8 +82,18 @@ def process_group(limit: float) -> Iterator[Ranks]:
     distributed.init_process_group(backend, device_id=device if cuda else None, timeout=timeout)
     control = distributed.new_group(backend="gloo", timeout=timeout)
     assert isinstance(control, distributed.ProcessGroup)
-    yield Ranks(device, distributed.get_rank(), distributed.get_world_size(), control)
-    distributed.destroy_process_group()
+    ranks = Ranks(device, distributed.get_rank(), distributed.get_world_size(), control)
+    yield ranks
+    ranks.wait()
+    if cuda:
+        distributed.destroy_process_group()
+
+
+def end_process(status: int) -> NoReturn:
+    """End the process without destructors: those of gloo's groups sometimes abort it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 @contextmanager

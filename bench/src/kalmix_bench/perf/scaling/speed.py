@@ -38,6 +38,7 @@ from kalmix_bench.perf.scaling.group import (
     RESULTS,
     Ranks,
     check_names,
+    end_process,
     has_ended,
     process_group,
     time_limit,
@@ -309,3 +310,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    end_process(0)
