@@ -100,7 +100,7 @@ def _skip_idle_broadcasts() -> None:
 
 
 def _skip_idle_checks() -> None:
-    """Skip checks that cannot fail, which take a third of the interpreter's time.
+    """Skip checks that cannot fail.
 
     It computes every integer sum and product again in 64 bits, for an assertion that it makes in its debug mode only.
     Before every operation, it looks for the type of the result, also if both operands have that type.

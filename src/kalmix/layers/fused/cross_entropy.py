@@ -150,7 +150,7 @@ def _forward(
     bias_grad = rows.new_zeros(vocab_size if needs[2] else 0, dtype=wide)
     size = _chunk_size(len(rows), vocab_size * dtype.itemsize)
     padded = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)
-    padded[:, vocab_size:] = 0  # products in bfloat16 on a CPU multiply these columns by zero: NaN would stay
+    padded[:, vocab_size:] = 0  # some CPUs read these columns and multiply them by 0, which NaN would survive
     buffer = padded[:, :vocab_size]
     for start in range(0, len(rows), size):
         chunk = slice(start, start + size)

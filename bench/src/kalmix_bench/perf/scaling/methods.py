@@ -105,10 +105,14 @@ def expect(model: nn.Module, data: Data, segments: Segments | None = None) -> Ex
 
 def errors_of(model: nn.Module, loss: Tensor, expected: Expected) -> Errors:
     """Return the relative errors of the loss and the gradients of this rank, infinite where they are not numbers."""
-    errors = {"loss": float((loss - expected.loss).abs() / expected.loss.abs())}
-    found = gradients_of(model)
+    return errors_between(Expected(loss, gradients_of(model)), expected)
+
+
+def errors_between(found: Expected, expected: Expected) -> Errors:
+    """Return the relative errors of a loss and of gradients, infinite where they are not numbers."""
+    errors = {"loss": float((found.loss - expected.loss).abs() / expected.loss.abs())}
     for name, reference in expected.gradients.items():
-        got = found[name]
+        got = found.gradients[name]
         if reference is None or got is None:
             errors[name] = 0.0 if reference is got else math.inf
         else:

@@ -298,7 +298,8 @@ def main() -> None:
         batches = [int(x) for x in arguments.batch.split(",")]
         cells = cells_of(names, methods, batches, arguments.length, arguments.long, arguments.compiled)
         stop = begin + arguments.deadline
-        limit = arguments.limit or (COMPILED_LIMIT if arguments.compiled else LIMIT)
+        limit = COMPILED_LIMIT if arguments.compiled else LIMIT
+        limit = limit if arguments.limit is None else arguments.limit
         options = Options(arguments.output, arguments.steps, arguments.profile, stop, limit, arguments.commit)
         with process_group(limit) as ranks:
             run_cells(cells, ranks, options)
