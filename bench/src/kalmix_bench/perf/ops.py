@@ -15,6 +15,8 @@ import datetime
 import json
 import platform
 import re
+import shlex
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -27,6 +29,7 @@ from torch import Tensor
 import kalmix
 from kalmix.ops import OPS, Chebyshev, ConjugateGradient
 from kalmix.ops._shared.kernel import KernelRequest
+from kalmix.training.provenance import provenance
 from kalmix_bench.perf.peers import PEERS
 from kalmix_bench.perf.timing import Timing, measure
 from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, WITH_VARIANCE, Shape, Signals, signals
@@ -204,6 +207,8 @@ def main() -> None:
         shapes = given or SHAPES[arguments.op][device]
     file = arguments.output / f"{datetime.date.today()}-{_about(arguments)}.json"
     about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
+    about["commit"] = provenance(torch.device(device))["commit"]
+    about["command"] = shlex.join(["python", "-m", "kalmix_bench.perf.ops", *sys.argv[1:]])
     rows: list[dict] = []
     for dtype, shape in product(dtypes, shapes):
         compiled = arguments.compile and (arguments.curves or shape == shapes[0])
