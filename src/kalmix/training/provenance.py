@@ -20,14 +20,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
         device: device that computed the result.
 
     Returns:
-        "versions" of kalmix, Python, torch and Triton; name of the "device"; "commit" of kalmix, or `None` if unknown.
+        "versions" of kalmix, Python and libraries; name of the "device"; "commit" of kalmix, or `None` if unknown.
     """
     return {
         "versions": {
             "kalmix": kalmix.__version__,
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": _version("triton"),
+            **{name: _version(name) for name in ("triton", "transformers", "flash-linear-attention")},
         },
         "device": _device_name(device),
         "commit": _commit(),
