@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from forms import DEVICE, check_second_derivatives, compare_forms, form
+from forms import DEVICE, check_second_derivatives, compare_forms, form, results
 
 from kalmix.layers.fused import Gate, Norm, add_rms_norm, gated_skip, l2_normalize, rms_norm, softplus_precision, swiglu
 
@@ -229,17 +229,48 @@ def test_transforms_run_the_eager_form(transform):
     torch.testing.assert_close(found, l2_normalize(x))
 
 
-def test_compiled_norms_are_traced():
-    """torch.compile sees PyTorch operations, which it fuses with their neighbours."""
-    x, weight, gate = (y.to(DEVICE) for y in norm_inputs((2, 8), 8, GATES[1]))
+def record_graphs(function):
+    """Return the function, compiled by a backend that runs the graphs as they are, and the list of these graphs."""
+    graphs = []
 
-    def function(x, weight, gate):
-        y = l2_normalize(rms_norm(x, weight, Norm(8, 1e-5), Gate(gate)), 0.5)
+    def record(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    return torch.compile(function, backend=record, fullgraph=True), graphs
+
+
+def test_compiled_norms_without_gate_are_traced():
+    """torch.compile sees PyTorch operations, which it fuses with their neighbours."""
+    x, weight = (y.to(DEVICE) for y in norm_inputs((2, 8), 8, None))
+
+    def function(x, weight):
+        y = l2_normalize(rms_norm(x, weight, Norm(8, 1e-5)), 0.5)
         return swiglu(add_rms_norm(y, x, weight, 1e-5)[1])
 
-    graphs = []
-    compiled = torch.compile(function, backend=lambda graph, _: graphs.append(graph) or graph.forward, fullgraph=True)
+    compiled, graphs = record_graphs(function)
+    with form("triton"):
+        found = compiled(x, weight)
+    torch.testing.assert_close(found, function(x, weight))
+    assert "kalmix" not in graphs[0].code
+
+
+@pytest.mark.parametrize("options", GATES[1:])
+def test_compiled_norms_with_a_gate_run_in_triton(options):
+    x, weight, gate = (y.to(DEVICE) for y in norm_inputs((3, 16), 8, options))
+    part = normed(8, options)
+    compiled, graphs = record_graphs(lambda *inputs: part(*inputs)[0])
     with form("triton"):
         found = compiled(x, weight, gate)
-    torch.testing.assert_close(found, function(x, weight, gate))
-    assert "kalmix" not in graphs[0].code
+    torch.testing.assert_close(found, part(x, weight, gate)[0])
+    assert "kalmix.rms_norm" in graphs[0].code
+
+
+def test_compiled_training_with_a_gated_norm():
+    inputs = [y.to(DEVICE) for y in norm_inputs((3, 16), 8, GATES[1])]
+    part = normed(8, GATES[1])
+    weights = [torch.randn(3, 16, device=DEVICE, dtype=torch.float64)]
+    with form("triton"):
+        found = results(torch.compile(part, backend="aot_eager", fullgraph=True), inputs, weights)
+        expected = results(part, inputs, weights)
+    torch.testing.assert_close(found, expected)

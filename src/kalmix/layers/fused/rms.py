@@ -45,7 +45,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None = None) ->
         y = weight n(x) act(gate),   or with a gate that comes first   y = weight n(x act(gate)),
         n(x) = x / sqrt(mean(x^2) + eps)
 
-    The Triton form computes in float32 and rounds once.
+    The Triton form computes in float32 and rounds once. With a gate it runs under `torch.compile`, too.
 
     Args:
         x: `[..., E]`.
@@ -68,7 +68,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None = None) ->
     """
     dtype = output_dtype(x.device, x.dtype if gate is None else torch.promote_types(x.dtype, gate.input.dtype))
     fits = gate is None or gate.input.shape == x.shape
-    if fits and uses_triton("rms_norm", x, norm.width):
+    if fits and uses_triton("rms_norm" if gate is None else "gated_rms_norm", x, norm.width):
         gate_arguments = (None, "none", False) if gate is None else gate
         return _rms_norm(x, gate_arguments[0], weight, *norm, *gate_arguments[1:], dtype)
     return eager_rms_norm(x, weight, norm, gate).to(dtype)
