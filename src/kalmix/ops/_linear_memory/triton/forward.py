@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from kalmix.ops._linear_memory.scratch import SUBTILE
@@ -22,7 +23,7 @@ BLOCK = 64
 # In half precision, and in float32: the fastest options that agreed with float64. With 32 columns, Triton 3.6
 # miscompiles `fold_decays` on Hopper.
 FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
-APPLY_OPTIONS = {"BLOCK": 32, "num_warps": 1}
+APPLY_BLOCK = 128  # keys of a program, of which each warp has 32
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
 
@@ -151,10 +152,11 @@ def prepare_signals(
         )  # fmt: skip
         if stored:
             del decay_options["PRECISION"]
-            Launch(apply_decays, (tiling.num_tiles * num_subtiles, heads, -(-keys // APPLY_OPTIONS["BLOCK"])), (
+            block = min(max(triton.next_power_of_2(keys), 32), APPLY_BLOCK)
+            Launch(apply_decays, (tiling.num_tiles * num_subtiles, heads, -(-keys // block)), (
                 *inputs, per_token, log_decay_rows, subtile_decays, *subtiles[:3], q, k, writes, tile_decay, *tiles,
                 *strides_and_heads,
-            ), {**decay_options, **APPLY_OPTIONS}).run()  # fmt: skip
+            ), {**decay_options, "BLOCK": block, "num_warps": block // 32}).run()  # fmt: skip
         else:
             Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
                 *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles, *strides_and_heads,
@@ -176,6 +178,11 @@ def per_key_options(options: tuple[dict[str, int], dict[str, int]], keys: int, v
     """Choose options for half precision or float32. Some key widths are not prefetched, as in `scan_options`."""
     chosen = options[v.dtype == torch.float32]
     return chosen if keys % 4 == 0 else chosen | {"num_stages": 1}
+
+
+def solve_options(keys: int, v: Tensor) -> dict[str, int]:
+    """Choose options of `solve_errors`: in half precision, registers for three programs on a multiprocessor."""
+    return {"num_warps": 4} | ({"maxnreg": 168} if keys <= 128 and v.dtype != torch.float32 else {})
 
 
 def strides(*tensors: Tensor) -> list[int]:
@@ -249,7 +256,7 @@ def forward(
         Launch(solve_errors, (tiling.num_tiles * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.from_start, s.corrections, inverses, error_keys, initial_errors,
             *tiles, *strides(s.k, s.writes, v), heads, group, write_group,
-        ), {**features, "PRECOMPUTED": s.per_key, "num_warps": 4, **s.sizes}).run()  # fmt: skip
+        ), {**features, "PRECOMPUTED": s.per_key, **solve_options(keys, v), **s.sizes}).run()  # fmt: skip
     else:
         errors = v
     plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
