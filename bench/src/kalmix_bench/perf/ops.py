@@ -4,7 +4,7 @@
     python -m kalmix_bench.perf.ops --op delta --dtype bfloat16 --decay key
     python -m kalmix_bench.perf.ops --curves             # time and memory against length (Figures 4 and 9 of KLA)
 
-Prints a table, on a GPU row by row, and writes bench/results/<date>-<hardware>-<op>[-keys][-curves].json (or to
+Prints a table, on a GPU row by row, and writes bench/results/<date>-<hardware>-<op>[-keys|-pairs][-curves].json (or to
 --output) after every shape. `python -m kalmix_bench.perf.draw FILE` draws the curves.
 """
 
@@ -43,6 +43,7 @@ LONGEST = {
     "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # stores all pairs at once
     "cpu": {"reference": 4096},
 }
+DECAYS = "a decay per head, per key dimension, or of dense per pair of key dimensions, with a rotation"
 
 
 def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signals], tuple[Tensor, ...]]]:
@@ -186,7 +187,7 @@ def main() -> None:
     parser.add_argument("--op", choices=OPS, default="diagonal")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", action="append", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--decay", choices=["head", "key"], default="head", help="decay per head or per key dimension")
+    parser.add_argument("--decay", choices=["head", "key", "pair"], default="head", help=DECAYS)
     parser.add_argument("--shape", action="append", metavar="B,T,...", help="sizes as in the first column; repeatable")
     parser.add_argument("--only", default="", metavar="REGEX", help="kernels and libraries whose name matches")
     parser.add_argument("--curves", action="store_true", help="measure time and memory against length")
@@ -194,6 +195,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results"))
     arguments = parser.parse_args()
     device = arguments.device
+    if arguments.decay == "pair" and arguments.op != "dense":
+        parser.error("--decay pair needs --op dense")
 
     print(f"{hardware(device)}; torch {torch.__version__}; kalmix {kalmix.__version__}")
     print(f"{COLUMNS[arguments.op]:>24} {HEADER}", flush=True)
@@ -222,7 +225,7 @@ def main() -> None:
 
 def _about(arguments: argparse.Namespace) -> str:
     machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
-    keys = "-keys" if arguments.decay == "key" and arguments.op != "diagonal" else ""
+    keys = f"-{arguments.decay}s" if arguments.decay != "head" and arguments.op != "diagonal" else ""
     return f"{machine}-{arguments.op}{keys}{'-curves' if arguments.curves else ''}"
 
 

@@ -96,11 +96,17 @@ WITH_VARIANCE = {"diagonal", "dense"}  # ops with a variance of the read-out
 
 
 def signals(op: str, decay: str, shape: Shape, device: str, dtype: torch.dtype) -> Signals:
-    """Draw signals with gradients; `decay` is "head" or "key" (per key dimension, as in GLA, KDA and the Bayesian
-    Layer).
+    """Draw signals with gradients.
+
+    `decay` is "head"; "key" (per key dimension, as in GLA and KDA); or, of `dense`, "pair" (per pair of key dimensions,
+    which rotates, as in the paper's Bayesian Layer).
     """
     torch.manual_seed(0)
     x = SIGNALS[op](shape, device, dtype)
+    if decay == "pair":
+        pairs = *shape[:3], shape[3] // 2
+        x["log_decay"] = x["log_decay"][..., None] * torch.rand(*pairs, device=device)
+        x["angle"] = torch.randn(*pairs, device=device) / 10
     if decay == "key" and op not in ("diagonal", "ridge", "attend"):
         x["log_decay"] = x["log_decay"][..., None] * torch.rand(*shape, device=device)
     return {name: leaf.requires_grad_() for name, leaf in x.items()}
