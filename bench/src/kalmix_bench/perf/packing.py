@@ -1,0 +1,81 @@
+"""Time ops on a row of tokens that is one sequence, or many packed ones.
+
+    python -m kalmix_bench.perf.packing                     # a GPU if there is one
+    python -m kalmix_bench.perf.packing --ops attend --tokens 4096
+
+Work should follow the sum of the lengths: a row of short sequences should not take longer than one of a single
+sequence. Prints a table and writes it, with hardware, versions and commit, to <output>/<date>-<hardware>-packing.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kalmix import Segments
+from kalmix.ops import OPS
+from kalmix.training.provenance import provenance
+from kalmix_bench.perf.timing import measure
+from kalmix_bench.perf.workloads import Signals, signals
+
+HEADS, WIDTH = 8, 128
+SLOTS = 32  # of `diagonal`, with as many channels as other ops have values
+DTYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}
+
+
+def time_row(op: str, tokens: int, length: int, device: str) -> dict[str, Any]:
+    """Return the times of a call, forward and with the backward pass, on sequences of `length` tokens in a row."""
+    shape = (1, tokens, HEADS * WIDTH, SLOTS) if op == "diagonal" else (1, tokens, HEADS, WIDTH)
+    x = signals(op, "head", shape, device, DTYPE[device])
+    segments = Segments.packed(torch.arange(0, tokens + 1, length, device=device, dtype=torch.int32))
+    call = partial(_call, op, x, segments)
+    calls = {
+        "forward_ms": torch.no_grad()(call),
+        "both_ms": lambda: torch.autograd.grad(call().sum(), list(x.values())),
+    }
+    times = {name: timing.ms for name, timing in measure(calls, device).items()}
+    return {"op": op, "sequences": tokens // length, "length": length, "dtype": str(DTYPE[device])[6:]} | times
+
+
+def _call(op: str, x: Signals, segments: Segments) -> torch.Tensor:
+    return OPS[op].function(**x, segments=segments).mean
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ops", nargs="+", choices=OPS, default=list(OPS))
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument(
+        "--lengths", nargs="+", type=int, help="lengths of sequences. Default: all tokens, 64, 16 and 1"
+    )
+    parser.add_argument("--output", type=Path, default=Path("results"))
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    origin = provenance(torch.device(device))
+    print(f"{origin['device']}\n{'op':>10} {'sequences':>9} {'length':>6} {'fwd ms':>9} {'f+b ms':>9}")
+    rows = []
+    for op in given.ops:
+        for length in given.lengths or (given.tokens, 64, 16, 1):
+            row = time_row(op, given.tokens, length, device)
+            print(
+                f"{op:>10} {row['sequences']:9} {length:6} {row.get('forward_ms', float('nan')):9.3f} "
+                f"{row.get('both_ms', float('nan')):9.3f}",
+                flush=True,
+            )
+            rows.append(row)
+    machine = re.sub(r"[^a-z0-9]+", "-", origin["device"].lower()).strip("-")
+    file = given.output / f"{datetime.date.today()}-{machine}-packing.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(origin | {"tokens": given.tokens, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {file}")
+
+
+if __name__ == "__main__":
+    main()

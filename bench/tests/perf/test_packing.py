@@ -1,0 +1,17 @@
+"""Test of the script that times packed rows."""
+
+import json
+import sys
+
+from kalmix_bench.perf import packing
+
+
+def test_packing_times_each_op_and_length(tmp_path, monkeypatch, capsys):
+    given = ["packing", "--ops", "delta", "attend", "--tokens", "32", "--lengths", "32", "8", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", given)
+    monkeypatch.setattr(packing, "WIDTH", 8)
+    packing.main()
+    rows = json.loads(next(tmp_path.iterdir()).read_text())["rows"]
+    assert [(row["op"], row["sequences"]) for row in rows] == [("delta", 1), ("delta", 4), ("attend", 1), ("attend", 4)]
+    assert all(0 < row["forward_ms"] < row["both_ms"] for row in rows)
+    assert "attend" in capsys.readouterr().out
