@@ -14,6 +14,9 @@ from kalmix import ops
 from kalmix.beliefs import PointBelief
 from kalmix.errors import KernelError
 from kalmix.ops import OPS
+from kalmix.ops._additive.signals import AdditiveSignals
+from kalmix.ops._delta.signals import DeltaSignals
+from kalmix.ops._linear_memory.custom_op import final_memory
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
 
@@ -136,6 +139,20 @@ def test_training_stores_one_memory_per_tile(op, decay):
     kept = sorted(x.numel() for x in saved if x.data_ptr() not in owned and x.numel() > 0)
     expected = [3 * 4 * 6, 70 * 6, 70 * 32] if op == "delta" else [3 * 4 * 6]
     assert kept == sorted(expected + ([70 * 32, 3 * 2 * 4] if decay == "key" else []))
+
+
+@pytest.mark.parametrize("segments", [None, RUNS], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("op", "gain", "decay"), [("delta", "head", "head"), ("delta", "key", "key"), ("additive", None, "head")]
+)
+def test_final_memories_are_those_of_the_op(op, gain, decay, segments):
+    """They are equal to the last digit: the same kernels run, without storing what the backward pass needs."""
+    inputs = arguments(gain, decay, 2, 70, (1, 2), 16, 24, None if segments is None else segments.count, HALF)
+    prior = inputs.pop("mean")
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    expected = OPS[op].function(**inputs, belief=PointBelief(prior), segments=segments, kernel="triton").belief.mean
+    signals = (DeltaSignals if op == "delta" else AdditiveSignals)(**inputs)
+    assert torch.equal(final_memory(signals, prior, segments, corrects=op == "delta"), expected)
 
 
 def test_value_heads_of_width_one_are_unsupported():

@@ -194,6 +194,23 @@ def test_half_precision_and_autocast_do_not_round_updates(name):
         assert_close(x, y, 0.0)
 
 
+def test_updates_as_filtered_round_as_the_op():
+    draw = torch.Generator().manual_seed(0)
+    k = torch.nn.functional.normalize(torch.randn(1, 70, 1, 16, generator=draw), dim=-1).bfloat16()
+    v, gain = torch.randn(1, 70, 2, 24, generator=draw).bfloat16(), torch.rand(1, 70, 2, generator=draw)
+    for name, signals in (
+        ("delta", {"gain": gain, "log_decay": -0.01 * gain}),
+        ("additive", {"log_decay": -0.01 * gain}),
+    ):
+        final = OPS[name].function(k, k, v, **signals).belief
+        update = OPS[name].update_as_filtered(k, v, **signals)
+        zero = type(final)(torch.zeros_like(final.mean))
+        torch.testing.assert_close(update.apply(zero).mean, final.mean, rtol=1e-5, atol=1e-6)
+        exact = OPS[name].update(k, v, **signals)
+        assert_close(update, exact, 0.05)
+        assert not update.mean.requires_grad
+
+
 @pytest.mark.parametrize("name", ["additive", "delta", "dense", "diagonal", "ridge"])
 def test_wrong_arguments_of_updates_are_named(name):
     case = case_of(name)

@@ -7,6 +7,7 @@ from kalmix.ops._additive.kernels import KERNELS
 from kalmix.ops._additive.lowering import lower
 from kalmix.ops._additive.oracle import RECURSION
 from kalmix.ops._additive.update import additive as update
+from kalmix.ops._additive.update import additive_as_filtered
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -24,5 +25,6 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    update_as_filtered=additive_as_filtered,
     prior=default_prior,
 )

@@ -10,9 +10,13 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief, detach, loadable, take, to
 from kalmix.ops._additive.api import PER_HEAD, PER_KEY
 from kalmix.ops._additive.api import additive as filter_additive
-from kalmix.ops._shared.update import check_update_tokens, to_state_dtype, total_decay
+from kalmix.ops._additive.kernels import KERNELS
+from kalmix.ops._additive.signals import AdditiveSignals
+from kalmix.ops._linear_memory.custom_op import final_memory
+from kalmix.ops._shared.update import check_update_tokens, to_state_dtype, total_decay, uses_triton
 from kalmix.ops._shared.validation import check_signal
 from kalmix.segments import Segments
+from kalmix.types import belief_dtype
 
 
 @loadable
@@ -95,6 +99,37 @@ def additive(
     sizes = check_update_tokens(k, v, segments)
     if log_decay is not None:
         check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
-    k, v, log_decay, gain = to_state_dtype(v, k, v, log_decay, gain)
-    memory = filter_additive(k, k, v, log_decay=log_decay, gain=gain, segments=segments).belief
-    return AdditiveUpdate(total_decay(v, log_decay, sizes, segments), memory.mean)
+    return _sum(*to_state_dtype(v, k, v, log_decay, gain), segments, sizes)
+
+
+def additive_as_filtered(
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor | None = None,
+    gain: Tensor | None = None,
+    segments: Segments | None = None,
+) -> AdditiveUpdate:
+    """Compute `additive` without gradients, with the op's own rounding: half precision if the inputs are.
+
+    The memory after the tokens then has the rounding error of the op. Its arguments are those of `additive`.
+    """
+    with torch.no_grad():
+        return _sum(k, v, log_decay, gain, segments, check_update_tokens(k, v, segments))
+
+
+def _sum(
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None,
+    gain: Tensor | None,
+    segments: Segments | None,
+    sizes: dict[str, int],
+) -> AdditiveUpdate:
+    """Filter the values from a memory of zeros."""
+    if min(sizes.values()) > 0 and uses_triton("additive", KERNELS, k, v, log_decay, gain):
+        prior = v.new_zeros(*(sizes[x] for x in "NGKV"), dtype=belief_dtype(v.dtype))
+        memory = final_memory(AdditiveSignals(k, k, v, log_decay, gain), prior, segments, corrects=False)
+    else:
+        memory = filter_additive(k, k, v, log_decay=log_decay, gain=gain, segments=segments).belief.mean
+    return AdditiveUpdate(total_decay(memory, log_decay, sizes, segments), memory)

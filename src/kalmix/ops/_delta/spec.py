@@ -8,6 +8,7 @@ from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.lowering import lower
 from kalmix.ops._delta.oracle import RECURSION
 from kalmix.ops._delta.update import delta as update
+from kalmix.ops._delta.update import delta_as_filtered
 from kalmix.ops._shared.op_spec import OpSpec
 
 SPEC = OpSpec(
@@ -25,5 +26,6 @@ SPEC = OpSpec(
     recursion=RECURSION,
     least_noise=1e-4,
     update=update,
+    update_as_filtered=delta_as_filtered,
     prior=default_prior,
 )

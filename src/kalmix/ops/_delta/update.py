@@ -9,8 +9,12 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief, detach, loadable, take, to
 from kalmix.ops._delta.api import delta as filter_delta
-from kalmix.ops._shared.update import check_update_tokens, identity_matrix, multiply, to_state_dtype
+from kalmix.ops._delta.kernels import KERNELS
+from kalmix.ops._delta.signals import DeltaSignals
+from kalmix.ops._linear_memory.custom_op import final_memory
+from kalmix.ops._shared.update import check_update_tokens, identity_matrix, multiply, to_state_dtype, uses_triton
 from kalmix.segments import Segments
+from kalmix.types import belief_dtype
 
 
 @loadable
@@ -95,10 +99,37 @@ def delta(
         True
     """
     sizes = check_update_tokens(k, v, segments)
-    k, v, gain, log_decay = to_state_dtype(v, k, v, gain, log_decay)
+    return _map_columns(*to_state_dtype(v, k, v, gain, log_decay), segments, sizes)
+
+
+def delta_as_filtered(
+    k: Tensor,
+    v: Tensor,
+    *,
+    gain: Tensor,
+    log_decay: Tensor | None = None,
+    segments: Segments | None = None,
+) -> DeltaUpdate:
+    """Compute `delta` without gradients, with the op's own rounding: half precision if the inputs are.
+
+    The memory after the tokens then has the rounding error of the op. Its arguments are those of `delta`.
+    """
+    with torch.no_grad():
+        return _map_columns(k, v, gain, log_decay, segments, check_update_tokens(k, v, segments))
+
+
+def _map_columns(
+    k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, segments: Segments | None, sizes: dict[str, int]
+) -> DeltaUpdate:
+    """Filter the values [v, 0] from the memory [0, I]."""
     columns = torch.cat([v, v.new_zeros(*v.shape[:3], sizes["K"])], -1)
-    zero = v.new_zeros(*(sizes[x] for x in "NGKV"))
-    prior = PointBelief(torch.cat([zero, identity_matrix(zero, sizes["K"])], -1))
-    final = filter_delta(k, k, columns, gain=gain, log_decay=log_decay, belief=prior, segments=segments).belief
-    mean, transition = final.mean.split([sizes["V"], sizes["K"]], -1)
+    zero = v.new_zeros(*(sizes[x] for x in "NGKV"), dtype=belief_dtype(v.dtype))
+    prior = torch.cat([zero, identity_matrix(zero, sizes["K"])], -1)
+    if min(sizes.values()) > 0 and uses_triton("delta", KERNELS, k, columns, gain, log_decay):
+        final = final_memory(DeltaSignals(k, k, columns, gain, log_decay), prior, segments, corrects=True)
+    else:
+        belief = PointBelief(prior)
+        signals = {"gain": gain, "log_decay": log_decay, "belief": belief, "segments": segments}
+        final = filter_delta(k, k, columns, **signals).belief.mean
+    mean, transition = final.split([sizes["V"], sizes["K"]], -1)
     return DeltaUpdate(transition, mean)

@@ -14,13 +14,9 @@ from kalmix.ops._diagonal.api import DYNAMICS
 from kalmix.ops._diagonal.custom_op import map_sequences
 from kalmix.ops._diagonal.kernels import KERNELS
 from kalmix.ops._shared.batching import MAX_ENTRIES_CPU, MAX_ENTRIES_GPU
-from kalmix.ops._shared.custom_op import needs_grad
-from kalmix.ops._shared.dispatch import select_kernel
-from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.update import check_update_tokens, to_state_dtype
+from kalmix.ops._shared.update import check_update_tokens, to_state_dtype, uses_triton
 from kalmix.ops._shared.validation import check_signal
 from kalmix.segments import Segments, Tiles
-from kalmix.validation import is_eager
 
 TILE = 256  # most tokens of a tile, a power of two
 
@@ -138,7 +134,7 @@ def diagonal(
     check_signal("precision", precision, ("B T G V",), sizes, v, minimum=0.0)
     check_signal("log_decay", log_decay, DYNAMICS, sizes, v, maximum=0.0)
     check_signal("process_noise", process_noise, DYNAMICS, sizes, v, minimum=0.0)
-    if min(sizes.values()) > 0 and _has_kernel(k, v, precision, log_decay, process_noise):
+    if min(sizes.values()) > 0 and uses_triton("diagonal", KERNELS, k, v, precision, log_decay, process_noise):
         return DiagonalUpdate(*map_sequences(k, v, precision, log_decay, process_noise, segments))
     k, v, precision, log_decay, process_noise = to_state_dtype(v, k, v, precision, log_decay, process_noise)
     belief = DiagonalBelief(*(v.new_zeros(*(sizes[x] for x in "NGKV")) for _ in range(2)))
@@ -156,14 +152,6 @@ def diagonal(
         parts.append(checkpoint(update, *signals, use_reentrant=False, preserve_rng_state=False))
     updates = DiagonalUpdate(*(torch.cat(x) for x in zip(*parts, strict=True)))
     return _combine_tiles(updates, tiles, belief)
-
-
-def _has_kernel(k: Tensor, *signals: Tensor) -> bool:
-    """Return whether a Triton kernel can compute the update of these signals: without gradients, in eager code."""
-    if torch.compiler.is_compiling() or not is_eager() or needs_grad(k, *signals):
-        return False
-    request = KernelRequest(k.device.type, k.dtype, k.shape[3], signals[0].shape[3], k.shape[1])
-    return select_kernel("diagonal", KERNELS, request).triton
 
 
 def _tile_updates(tiles: Tiles, chosen: Tensor, size: int, *signals: Tensor) -> DiagonalUpdate:

@@ -43,6 +43,18 @@ def filter_memory(
     return Filtered(mean, None, PointBelief(final))
 
 
+def final_memory(
+    signals: AdditiveSignals | DeltaSignals, prior: Tensor, segments: Segments | None, corrects: bool
+) -> Tensor:
+    """Return the memories `[N, G, K, V]` after the last tokens, without read-outs and without gradients.
+
+    It does not use the queries. This is not a custom op: call it in eager code only, without `torch.func`.
+    """
+    rows = None if segments is None else segments.rows
+    with torch.no_grad():
+        return _final_memory(signals.k, signals.v, signals.gain, signals.log_decay, prior, rows, corrects)
+
+
 def tile_size(length: int, dtype: torch.dtype) -> int:
     """Return the tokens per tile: 16 for up to 64 tokens, else 32 in float32 and 64 in half precision."""
     return tokens_per_block(length, 32 if dtype == torch.float32 else 64)
@@ -144,6 +156,24 @@ def _backward(
     grad_prior = backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, grads)
     dq, dk, dv, dgain, ddecay = grads.reduce(q, gain, log_decay)
     return dq, dk, dv, dgain, ddecay, grad_prior
+
+
+@with_launch_cache
+def _final_memory(
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    prior: Tensor,
+    rows: Tensor | None,
+    corrects: bool,
+) -> Tensor:
+    from kalmix.ops._linear_memory.triton.forward import forward
+    from kalmix.ops._shared.triton.tiles import tile_sequences
+
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
+    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, k)
+    return forward(k, k, v, gain, log_decay, prior, tiling, corrects, None)
 
 
 _filter = register_filter_op(

@@ -7,10 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared.custom_op import needs_grad
+from kalmix.ops._shared.dispatch import select_kernel
+from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix.ops._shared.validation import check_heads
 from kalmix.segments import Segments, check_segments
 from kalmix.types import belief_dtype
-from kalmix.validation import FLOATS, check_dtype_and_device, check_range, check_shape
+from kalmix.validation import FLOATS, check_dtype_and_device, check_range, check_shape, is_eager
 
 
 def check_update_tokens(k: Tensor, v: Tensor, segments: Segments | None) -> dict[str, int]:
@@ -32,6 +35,14 @@ def to_state_dtype(like: Tensor, *signals: Any) -> list[Any]:
     """
     dtype = belief_dtype(like.dtype)
     return [x.to(dtype) if isinstance(x, Tensor) and x.dtype == like.dtype else x for x in signals]
+
+
+def uses_triton(op: str, kernels: tuple[Kernel, ...], k: Tensor, v: Tensor, *signals: Tensor | None) -> bool:
+    """Return whether a Triton kernel would filter these signals, in eager code and without gradients."""
+    if torch.compiler.is_compiling() or not is_eager() or needs_grad(k, v, *signals):
+        return False
+    request = KernelRequest(k.device.type, k.dtype, k.shape[3], v.shape[3], k.shape[1])
+    return select_kernel(op, kernels, request).triton
 
 
 def identity_matrix(like: Tensor, width: int) -> Tensor:

@@ -238,10 +238,17 @@ def forward(
     prior: Tensor,
     tiling: Tiling,
     corrects: bool,
-    results: ForwardResults,
+    results: ForwardResults | None,
 ) -> Tensor:
-    """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`."""
+    """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`.
+
+    Without `results`, only the final memories are computed, and `q` is not used.
+    """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
+    store = results is not None
+    if results is None:
+        empty, inverses_shape = v.new_empty(0), (batch, length, heads, tiling.size) if corrects else (0,)
+        results = ForwardResults(empty, empty, empty, v.new_empty(inverses_shape), empty, empty)
     s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, results, stored=False)._replace(subtiles=())
     v, write_group = contiguous_rows(v), heads // s.writes.shape[2]
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
@@ -260,12 +267,14 @@ def forward(
     else:
         errors = v
     plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
-    options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "num_warps": 4}
+    options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "STORE": store, "num_warps": 4}
     Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.writes, error_keys, initial_errors, errors, states, prior, final, s.to_end, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles,
         *strides(s.writes, initial_errors), *prior.stride(), heads, write_group,
     ), {"DECAYS": s.scalar_decays, **options, **plan, **s.sizes}).run()  # fmt: skip
+    if not store:
+        return final
     values = BLOCK if width <= BLOCK else 2 * BLOCK
     options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "num_warps": 4}
     Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (

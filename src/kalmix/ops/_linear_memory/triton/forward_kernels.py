@@ -108,11 +108,11 @@ def scan_memory(
     w_token, w_head, v_token, v_head, prior_n, prior_g, prior_k, prior_v, G, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, SCALED: tl.constexpr, CORRECTS: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scan the memory of one sequence and head over tiles, for some columns."""
+    """Scan the memory of one sequence and head over tiles, for some columns; store states and errors if STORE."""
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
-    DTYPE: tl.constexpr = states.dtype.element_ty
+    DTYPE: tl.constexpr = initial_errors.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
@@ -128,9 +128,10 @@ def scan_memory(
         count = tl.minimum(tokens - i * SIZE, SIZE)
         at, state = token + i * SIZE, (tile + i) * G + head
         row = at * G + head
-        for j in tl.static_range(BLOCKS):
-            key = j * BLOCK + tl.arange(0, BLOCK)
-            store_state(states + state * K * V, key, column, memory[j], K, V)
+        if STORE:
+            for j in tl.static_range(BLOCKS):
+                key = j * BLOCK + tl.arange(0, BLOCK)
+                store_state(states + state * K * V, key, column, memory[j], K, V)
         error = load_rows(initial_errors + at * v_token, v_token, count, column, V, SIZE)
         if CORRECTS:
             predicted = tl.zeros([SIZE, VALUES], tl.float32)
@@ -139,7 +140,8 @@ def scan_memory(
                 left = load_rows(error_keys + row * K, G * K, count, key, K, SIZE)
                 predicted = matmul(left, memory[j].to(DTYPE), PRECISION, predicted)
             error = error.to(tl.float32) - predicted
-            store_rows(errors + row * V, G * V, count, column, error, V, SIZE)
+            if STORE:
+                store_rows(errors + row * V, G * V, count, column, error, V, SIZE)
         if SCALED:
             error = error.to(tl.float32) * load_per_token(to_end + row, count, G, SIZE)[:, None]
         error = error.to(DTYPE)
