@@ -17,6 +17,7 @@ from kalmix.ops import OPS
 from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._linear_memory.custom_op import final_memory
+from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
 
@@ -153,6 +154,24 @@ def test_final_memories_are_those_of_the_op(op, gain, decay, segments):
     expected = OPS[op].function(**inputs, belief=PointBelief(prior), segments=segments, kernel="triton").belief.mean
     signals = (DeltaSignals if op == "delta" else AdditiveSignals)(**inputs)
     assert torch.equal(final_memory(signals, prior, segments, corrects=op == "delta"), expected)
+
+
+@pytest.mark.parametrize("segments", [None, RUNS], ids=["whole", "packed"])
+@pytest.mark.parametrize(
+    ("op", "gain", "decay"), [("delta", "head", "head"), ("delta", "key", "key"), ("additive", None, "head")]
+)
+def test_gradients_of_the_prior_alone_are_those_of_the_whole_backward_pass(op, gain, decay, segments):
+    inputs = arguments(gain, decay, 2, 70, (1, 2), 16, 24, None if segments is None else segments.count, HALF)
+    segments = None if segments is None else Segments(segments.rows.to(DEVICE))
+    leaves = {name: x.requires_grad_() for name, x in inputs.items()}
+    prior = leaves.pop("mean")
+    mean, _, belief = OPS[op].function(**leaves, belief=PointBelief(prior), segments=segments, kernel="triton")
+    outputs = [mean, belief.mean]
+    upstream = [torch.ones_like(x) for x in outputs]
+    (expected, *_) = torch.autograd.grad(outputs, [prior, *leaves.values()], upstream, retain_graph=True)
+    with gradients_of_prior_only():
+        (found,) = torch.autograd.grad(outputs, [prior], upstream)
+    assert torch.equal(found, expected)
 
 
 def test_value_heads_of_width_one_are_unsupported():

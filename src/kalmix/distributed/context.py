@@ -67,8 +67,8 @@ class ContextParallel:
             `Attention` and to layers of the op `attend`; others gather. In a ring, `attend` has the kernel "chunked"
             only.
         two_phase: whether memories compute gradients in two phases. The updates then store nothing for the backward
-            pass and have none, and the ranks exchange gradients of beliefs instead of those of updates. The backward
-            pass of the op runs twice.
+            pass and have none, and the ranks exchange gradients of beliefs instead of those of updates. Kernels without
+            a backward pass for the belief alone run theirs twice.
 
     Raises:
         ArgumentError: an argument is not of this kind, or `mesh` has several dimensions; or, in a call, the tokens of a
@@ -162,6 +162,9 @@ class Call:
         held: int64 `[spans * B]`, index of each span among those of all ranks.
         tail_index: int64, indices in `[spans * B]` of the spans and rows that end with a run.
         tail_run: int64, index of each such run among all runs.
+        all_start: whether every run begins its document: `True`, `False` if none does, `None` if some do.
+        tails_start: likewise, of the runs at the ends of spans.
+        same_runs: whether each span and row is one run, in the same order.
         participants: number of ops that have exchanged something for the layer that is running.
     """
 
@@ -189,6 +192,9 @@ class Call:
         ends = [i for i, exists in enumerate(real) if exists]
         self.tail_index: Tensor = torch.tensor(ends, dtype=torch.int64, device=device)
         self.tail_run: Tensor = torch.tensor(last, dtype=torch.int64, device=device)
+        self.all_start: bool | None = _all_or_none([run.past == 0 for run in runs.every])
+        self.tails_start: bool | None = _all_or_none([run.past == 0 for run in runs.tails])
+        self.same_runs: bool = runs.every == runs.tails
         self.participants = 0
         self._rings: dict[int | None, Ring] = {}
 
@@ -208,12 +214,16 @@ class Call:
     def gather_spans(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return tensors `[spans per rank * B, ...]` of all ranks, as lists over all spans of `[B, ...]`."""
         placement = self.context.placement
+        if placement.spans == 1:
+            return [list(x.unbind(0)) for x in gather(tensors, self.context.group)]
         split = [x.unflatten(0, (placement.spans, self.batch)) for x in tensors]
         return [order_spans(x, placement) for x in gather(split, self.context.group)]
 
     def entries(self, tensors: list[list[Tensor]]) -> list[Tensor]:
         """Return what the span before each run holds `[N, ...]`, from lists over all spans; zeros for new documents."""
         held = self.context.placement.held
+        if self.all_start is False and self.same_runs and len(held) == 1:
+            return [x[held[0] - 1] for x in tensors]
         before = [torch.cat([x[max(span - 1, 0)] for span in held])[self.entry] for x in tensors]
         return [torch.where(self._continues(x), x, 0) for x in before]
 
@@ -222,8 +232,22 @@ class Call:
 
     def select(self, belief: Any, prior: Any) -> Any:
         """Return the belief before each run: from `[spans * B, ...]` if it continues a document, else the prior."""
+        if self.all_start and self.context.two_phase:  # otherwise the backward pass must reach the gathered updates
+            return prior
+        if self.all_start is False and self.same_runs:
+            return type(prior)(*belief)
         pairs = zip(belief, prior, strict=True)
         return type(prior)(*(torch.where(self._continues(y), x[self.entry], y) for x, y in pairs))
+
+    def final_gradient(self, final: Tensor, grad: Tensor) -> Tensor:
+        """Return the gradient of the final belief `[N, ...]` of all runs, given `[spans * B, ...]` of the last ones."""
+        if self.same_runs:
+            return grad
+        return torch.zeros_like(final).index_add(0, self.tail_run, grad[self.tail_index])
+
+
+def _all_or_none(flags: list[bool]) -> bool | None:
+    return all(flags) if all(flags) or not any(flags) else None
 
 
 class _State:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ from kalmix.types import belief_dtype
 
 
 def gather_updates(
-    call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]
+    call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any], *, as_filtered: bool = False
 ) -> tuple[list[Any], Callable[[int], Any]]:
     """Compute the update by the last run of each span of this rank, and gather those of all ranks.
 
@@ -29,21 +30,28 @@ def gather_updates(
         op: the op, which has updates.
         v: values `[B, T, G, V]`.
         signals: arguments of the op beside q, v, the belief and the segments.
+        as_filtered: compute updates without gradients, rounded as the op rounds.
 
     Returns:
         The update by each span, in order of time, `[B, ...]`; and a function that returns the prior of `count` runs.
     """
     assert op.update is not None and op.prior is not None
     call.participants += 1
-    accepted = signature(op.update).parameters
+    function = op.update_as_filtered if as_filtered and op.update_as_filtered is not None else op.update
+    accepted = (signature if torch.compiler.is_compiling() else _signature)(function).parameters
     arguments = {name: x for name, x in signals.items() if name in accepted}
-    update = op.update(**(arguments | {"v": v, "segments": call.tails}))
+    update = function(**(arguments | {"v": v, "segments": call.tails}))
     sizes = {"G": v.shape[2], "K": signals["k"].shape[3], "V": v.shape[3]}
     prior_of, kind = op.prior, type(update)
-    constant = kind.constant(update.apply(prior_of(v, sizes | {"N": len(call.runs.tails)})))
-    gathered = call.gather_spans(list(_select(call.starts, constant, update)))
+    if call.tails_start is not False:
+        constant = kind.constant(update.apply(prior_of(v, sizes | {"N": len(call.runs.tails)})))
+        update = _select(call.starts, constant, update)  # also if all begin: shapes are equal on all ranks
+    gathered = call.gather_spans(list(update))
     updates = [kind(*span) for span in zip(*gathered, strict=True)]
     return updates, lambda count: prior_of(v, sizes | {"N": count})
+
+
+_signature = cache(signature)
 
 
 def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -20,15 +20,31 @@ def gather(tensors: Sequence[Tensor], group: ProcessGroup) -> list[Tensor]:
     Tensors of one dtype are sent together. The backward pass sums the gradients of all ranks, and each rank receives
     that of its own tensors. Every rank must use a result of each dtype in its backward pass, or the others wait.
     """
+    if not torch.compiler.is_compiling() and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)):
+        return _send(tensors, group, _all_gather)
     from torch.distributed import _functional_collectives as collectives
 
     older, newer = "all_gather_tensor_autograd", "all_gather_single_autograd"  # torch 2.13 deprecates the older name
     all_gather = getattr(collectives, newer if hasattr(collectives, newer) else older)
+    return _send(tensors, group, lambda flat, group: all_gather(flat, 0, group))
+
+
+def _all_gather(flat: Tensor, group: ProcessGroup) -> Tensor:
+    older, newer = "all_gather_into_tensor", "all_gather_single"  # torch 2.13 deprecates the older name
+    gathered = flat.new_empty(group.size() * flat.numel())
+    getattr(distributed, newer if hasattr(distributed, newer) else older)(gathered, flat, group=group)
+    return gathered
+
+
+def _send(
+    tensors: Sequence[Tensor], group: ProcessGroup, all_gather: Callable[[Tensor, ProcessGroup], Tensor]
+) -> list[Tensor]:
+    """Gather tensors, those of one dtype together."""
     results: list[Tensor] = list(tensors)
     for dtype in dict.fromkeys(x.dtype for x in tensors):
         chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
         flat = torch.cat([tensors[i].reshape(-1) for i in chosen])
-        gathered = all_gather(flat, 0, group).view(group.size(), -1)
+        gathered = all_gather(flat, group).view(group.size(), -1)
         parts = gathered.split([tensors[i].numel() for i in chosen], 1)
         for i, part in zip(chosen, parts, strict=True):
             results[i] = part.unflatten(1, tensors[i].shape)

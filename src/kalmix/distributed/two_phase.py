@@ -3,10 +3,11 @@
 Forward: each rank computes the update by its tokens without a graph, gathers those of all ranks, and runs the op from
 the belief before its tokens. Backward:
 
-1. Each rank runs the backward pass of its op as if nothing depended on its final belief.
-2. The ranks gather the gradients of the beliefs that they started from. From the last span to the first, each gradient
-   is passed through the update of the span before. So a rank knows the gradient of its final belief.
-3. Each rank runs the backward pass of its op again, from the final belief alone, and adds the result.
+1. Each rank computes the gradient of the belief that it started from, as if nothing depended on its final belief. Some
+   kernels compute it alone; others run the whole backward pass of the op.
+2. The ranks gather these gradients. From the last span to the first, each gradient is passed through the update of the
+   span before. So a rank knows the gradient of its final belief.
+3. Each rank runs the backward pass of its op.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from kalmix.distributed.context import Call
 from kalmix.distributed.entry import gather_updates
 from kalmix.ops import OpSpec
+from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.types import Filtered
 
 Lower = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Any]]
@@ -83,7 +85,7 @@ class _Stored(NamedTuple):
         entry: belief before each span of this rank, `[spans * B, ...]`.
         outputs: mean, variance or `None`, and the tensors of the final belief.
         updates: update by each span of all ranks, `[B, ...]`.
-        entries: belief before each of these spans, `[B, ...]`.
+        entries: belief before each of these spans, `[B, ...]`; of affine updates, before the first ones only.
     """
 
     inputs: list[Tensor]
@@ -103,16 +105,15 @@ class _TwoPhases(torch.autograd.Function):
         arguments = memory.arguments(inputs)
         with torch.no_grad():
             signals = {"k": k, **memory.lower(k, v, arguments)}
-            updates, prior_of = gather_updates(call, op, v, signals)
-            first, prior = prior_of(call.batch), prior_of(call.sequences)
-            entries, total = [first], updates[0]
-            for update in updates[1:]:
-                entries.append(total.apply(first))
-                total = total.then(update)
-            own = zip(*(entries[span] for span in call.context.placement.held), strict=True)
-            entry = [torch.cat(x) for x in own]
+            updates, prior_of = gather_updates(call, op, v, signals, as_filtered=True)
+            held, prior = call.context.placement.held, prior_of(call.sequences)
+            later = any(needs_grad) and not hasattr(updates[0], "pull_back_affine")
+            entries = [prior_of(call.batch)]
+            for update in updates[: -1 if later else held[-1]]:
+                entries.append(update.apply(entries[-1]))
+            entry = [_join([entries[span][leaf] for span in held]) for leaf in range(len(prior))]
         with torch.set_grad_enabled(any(needs_grad)):
-            entry = [x.requires_grad_(any(needs_grad)) for x in entry]
+            entry = [x.detach().requires_grad_(any(needs_grad)) for x in entry]
             arguments["belief"] = call.select(entry, prior)
             mean, variance, belief = memory.function(*inputs[:3], **arguments)
         outputs = [mean, variance, *belief]
@@ -128,19 +129,17 @@ class _TwoPhases(torch.autograd.Function):
         call: Call = ctx.call
         inputs, entry, outputs, updates, entries = ctx.stored
         ctx.stored = None  # frees the graph
-        local = _gradients(outputs, grads, [*inputs, *entry], retain=True)
-        found, entry_grads = local[: len(inputs)], local[len(inputs) :]
-        own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, entry_grads, strict=True)]
+        with gradients_of_prior_only():
+            local = _gradients(outputs, grads, entry, retain=True)
+        own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]
         gathered = call.gather_spans(own_grads)
-        exits = _exit_gradients(list(zip(*gathered, strict=True)), updates, entries)
-        belief, final_grads = outputs[2:], []
-        for leaf, x in enumerate(belief):
-            own = torch.cat([exits[span][leaf] for span in call.context.placement.held])
-            final_grads.append(torch.zeros_like(x).index_add(0, call.tail_run, own[call.tail_index]))
-        for i, grad in enumerate(_gradients(belief, final_grads, inputs, retain=False)):
-            if grad is not None:
-                before = found[i]
-                found[i] = grad if before is None else before + grad
+        held, belief = call.context.placement.held, outputs[2:]
+        exits = _exit_gradients(list(zip(*gathered, strict=True)), updates, entries, held)
+        total = list(grads)
+        for i, (x, own) in enumerate(zip(belief, zip(*exits, strict=True), strict=True), 2):
+            grad, given = call.final_gradient(x, _join(own)), grads[i]
+            total[i] = grad if given is None else given + grad
+        found = _gradients(outputs, total, inputs, retain=False)
         remaining = iter(found)
         return None, *(next(remaining) if needed else None for needed in ctx.needs_grad)
 
@@ -156,19 +155,37 @@ def _gradients(
     return list(torch.autograd.grad(tensors, inputs, upstream, retain_graph=retain, allow_unused=True))
 
 
-def _exit_gradients(local: list[tuple[Tensor, ...]], updates: list[Any], entries: list[Any]) -> list[list[Tensor]]:
-    """Return the gradient of the belief after each span, given those of the beliefs before, from the span alone.
+def _join(tensors: Sequence[Tensor]) -> Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+
+
+def _exit_gradients(
+    local: list[tuple[Tensor, ...]], updates: list[Any], entries: list[Any], held: list[int]
+) -> list[list[Tensor]]:
+    """Return the gradient of the belief after each span of this rank, from the later spans.
 
     Args:
         local: for each span, the gradient of the tensors of its entry belief through the span's own outputs.
         updates: update by each span.
-        entries: belief before each span.
+        entries: belief before each span; of affine updates, it is not used.
+        held: spans of this rank, in order of time.
     """
-    exits = [[torch.zeros_like(x) for x in local[-1]]]
-    for span in range(len(updates) - 1, 0, -1):
-        with torch.enable_grad():
-            before = [x.detach().requires_grad_() for x in entries[span]]
-            after = updates[span].apply(type(entries[span])(*before))
-            passed = torch.autograd.grad(list(after), before, exits[0], allow_unused=True)
-        exits.insert(0, [x if y is None else x + y for x, y in zip(local[span], passed, strict=True)])
-    return exits
+    after = [torch.zeros_like(x) for x in local[-1]]
+    exits = {len(updates) - 1: after}
+    for span in range(len(updates) - 1, held[0], -1):
+        passed = _pull_back(updates[span], entries, span, after) if span < len(updates) - 1 else None
+        after = list(local[span]) if passed is None else [x + y for x, y in zip(local[span], passed, strict=True)]
+        exits[span - 1] = after
+    return [exits[span] for span in held]
+
+
+def _pull_back(update: Any, entries: list[Any], span: int, grads: list[Tensor]) -> Sequence[Tensor]:
+    """Return the gradients of the belief before a span, given those of the belief after it."""
+    if hasattr(update, "pull_back_affine"):
+        return update.pull_back_affine(*grads)
+    if hasattr(update, "pull_back"):
+        return update.pull_back(entries[span], *grads)
+    with torch.enable_grad():
+        before = [x.detach().requires_grad_() for x in entries[span]]
+        after = update.apply(type(entries[span])(*before))
+        return torch.autograd.grad(list(after), before, grads, materialize_grads=True)

@@ -63,6 +63,10 @@ class AdditiveUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return PointBelief(torch.addcmul(self.mean, self.decay, belief.mean))
 
+    def pull_back_affine(self, grad: Tensor) -> tuple[Tensor]:
+        """Return the gradient of the memory before the tokens, given that of the memory after them."""
+        return (self.decay * grad,)
+
 
 def additive(
     k: Tensor,

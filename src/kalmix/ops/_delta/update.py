@@ -65,6 +65,10 @@ class DeltaUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return PointBelief(multiply(self.transition, belief.mean).to(self.mean.dtype) + self.mean)
 
+    def pull_back_affine(self, grad: Tensor) -> tuple[Tensor]:
+        """Return the gradient of the memory before the tokens, given that of the memory after them."""
+        return (multiply(self.transition.mT, grad).to(grad.dtype),)
+
 
 def delta(
     k: Tensor,

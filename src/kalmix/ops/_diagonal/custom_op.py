@@ -125,6 +125,28 @@ def _backward(
     return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda)
 
 
+def _backward_to_prior(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    stored: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_var: Tensor | None,
+    grad_final_mean: Tensor,
+    grad_final_var: Tensor,
+    cuda: bool,
+) -> tuple[Tensor, Tensor]:
+    from kalmix.ops._diagonal.triton.backward import backward_to_prior
+
+    segments = None if rows is None else segments_without_checks(rows)
+    grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
+    return backward_to_prior(q, k, v, precision, log_decay, process_noise, stored, segments, *grads)
+
+
 _filter = register_filter_op(
     "kalmix::diagonal_triton",
     with_launch_cache(_forward, _dry_run),
@@ -132,4 +154,5 @@ _filter = register_filter_op(
     with_launch_cache(_backward),
     outputs=4,
     kernel="kernels 'cuda' and 'triton' of `diagonal`",
+    prior=with_launch_cache(_backward_to_prior),
 )

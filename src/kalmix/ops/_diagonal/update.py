@@ -90,6 +90,18 @@ class DiagonalUpdate(NamedTuple):
             torch.addcmul(self.variance, factor * self.factor, var),
         )
 
+    def pull_back(self, belief: DiagonalBelief, grad_mean: Tensor, grad_var: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradients of the belief before the tokens, given that belief and the gradients of the one after.
+
+        With d = 1 / (1 + s J): dmu'/dmu = A d, dmu'/ds = A d (eta - (mu + s eta) J d), ds'/ds = (A d)^2.
+        """
+        mean, var = belief
+        shrinkage = 1 / (1 + var * self.information)
+        factor = self.factor * shrinkage
+        before = factor * grad_mean
+        innovation = self.information_mean - (mean + var * self.information_mean) * self.information * shrinkage
+        return before, torch.addcmul(innovation * before, factor * factor, grad_var)
+
 
 def diagonal(
     k: Tensor,

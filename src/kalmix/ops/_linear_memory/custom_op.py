@@ -158,6 +158,32 @@ def _backward(
     return dq, dk, dv, dgain, ddecay, grad_prior
 
 
+def _backward_to_prior(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
+    scores: Tensor,
+    subtile_decays: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_final: Tensor,
+    corrects: bool,
+) -> tuple[Tensor]:
+    from kalmix.ops._linear_memory.triton.backward import backward
+    from kalmix.ops._linear_memory.triton.forward import ForwardResults
+    from kalmix.ops._shared.triton.tiles import tile_sequences
+
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
+    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
+    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    return (backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, None),)
+
+
 @with_launch_cache
 def _final_memory(
     k: Tensor,
@@ -183,4 +209,5 @@ _filter = register_filter_op(
     with_launch_cache(_backward),
     outputs=2,
     kernel="kernel 'triton' of `additive` and `delta`",
+    prior=with_launch_cache(_backward_to_prior),
 )

@@ -61,6 +61,10 @@ class RidgeUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return RidgeBelief(*(torch.addcmul(y, self.decay, x) for x, y in zip(belief, self[1:], strict=True)))
 
+    def pull_back_affine(self, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the sums before the tokens, given those of the sums after them."""
+        return tuple(self.decay * grad for grad in grads)
+
 
 def ridge(
     k: Tensor,

@@ -8,7 +8,8 @@ silently returns one part of the second derivative. The backward passes register
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import wraps
 from inspect import unwrap
 from types import NoneType
@@ -48,7 +49,14 @@ def custom_op(name: str, function: Function, fake: Function) -> Any:
 
 
 def register_filter_op(
-    name: str, forward: Function, fake: Function, backward: Function, *, outputs: int, kernel: str
+    name: str,
+    forward: Function,
+    fake: Function,
+    backward: Function,
+    *,
+    outputs: int,
+    kernel: str,
+    prior: Function | None = None,
 ) -> Any:
     """Register a filter as a custom op, and its backward pass as the custom op `<name>_backward`.
 
@@ -63,6 +71,8 @@ def register_filter_op(
             belief. A missing output gradient is `None` if the annotation allows it, otherwise zeros.
         outputs: number of results of `forward` that have gradients; the others are stored.
         kernel: name of the kernel in error messages.
+        prior: function of the arguments of `backward` that returns the gradients of the incoming belief alone, as a
+            tuple. It is called inside `gradients_of_prior_only`, in eager code.
     """
     op = custom_op(name, forward, fake)
     names, backward_names = [x.name for x in op._schema.arguments], unwrap(backward).__annotations__
@@ -97,11 +107,36 @@ def register_filter_op(
                 output_grads.append(filled(0.0, shape, dtype, saved[0].device))
             else:
                 output_grads.append(grad)
+        if prior is not None and _WANTED.prior_only and not torch.compiler.is_compiling():
+            belief_grads = prior(*saved, *output_grads, *ctx.options)
+            return *[None] * signals, *belief_grads, *[None] * (len(names) - rows)
         results = run_backward(*saved, *output_grads, *ctx.options)
         signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
         return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
 
     return without_dispatcher(op, setup, register_backward(op, kernel, setup, gradients))
+
+
+class _Wanted:
+    """Which gradients backward passes must compute. They run in other threads."""
+
+    prior_only: bool = False
+
+
+_WANTED = _Wanted()
+
+
+@contextmanager
+def gradients_of_prior_only() -> Iterator[None]:
+    """Let backward passes of filters compute the gradients of incoming beliefs alone, where this is cheaper.
+
+    Call `torch.autograd.grad` inside, for the incoming belief only: other gradients may be missing.
+    """
+    _WANTED.prior_only = True
+    try:
+        yield
+    finally:
+        _WANTED.prior_only = False
 
 
 def without_dispatcher(op: Any, setup: Function | None = None, backward: Function | None = None) -> Function:

@@ -38,6 +38,7 @@ from kalmix.ops._diagonal.triton.cells import (
 from kalmix.ops._diagonal.triton.gradients import tile_gradients
 from kalmix.ops._diagonal.triton.plan import (
     PREFETCH,
+    TilePlan,
     channels_per_warp,
     is_ragged,
     locate_tile,
@@ -234,21 +235,9 @@ def backward(
     prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
     single = cuda and plan.single_tile
     if not single:
-        maps = torch.empty(plan.num_tiles, 4, heads, channels, width, **like)
-        narrow_block = channels_per_warp(slots, 4)
-        arguments = (
-            q, k, v, precision, log_decay, process_noise, stored, grad_mean, grad_var, maps, plan.tile_table,
-            length, plan.size, plan.tiles, *strides, heads, channels, heads // shared,
-        )  # fmt: skip
-        options = {"BLOCK": narrow_block, "EVEN": channels % narrow_block == 0, "num_warps": 1, **cells, **common}
-        Launch(_map_tile_grads, (plan.num_tiles * -(-channels // narrow_block), heads), arguments, options).run()
-        arguments = (
-            maps, grad_exits, grad_final_mean, grad_final_var, prior_mean, prior_var, plan.sequence_table, plan.tiles,
-            *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
-        )  # fmt: skip
-        options = {"BLOCK": narrow_block, "num_warps": 4, **common}
-        Launch(_scan_tile_grads, (len(prior_mean), heads, -(-channels // narrow_block)), arguments, options).run()
-        del maps, arguments
+        signals = q, k, v, precision, log_decay, process_noise
+        grads = grad_mean, grad_var, grad_final_mean, grad_final_var
+        _scan(signals, stored, grads, plan, segments, variance, (grad_exits, prior_mean, prior_var))
     elif segments is not None:  # the gradient of an empty segment's final belief is that of its prior
         prior_mean.copy_(grad_final_mean)
         prior_var.copy_(grad_final_var)
@@ -288,3 +277,65 @@ def backward(
         torch.empty(x.shape, dtype=kind, device=x.device).copy_(x) for x, kind in zip(sums, kinds, strict=True)
     )
     return dq, dk, dv, dprecision, ddecay, dnoise, prior_mean, prior_var
+
+
+def backward_to_prior(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    precision: Tensor,
+    log_decay: Tensor,
+    process_noise: Tensor,
+    stored: Tensor,
+    segments: Segments | None,
+    grad_mean: Tensor,
+    grad_var: Tensor | None,
+    grad_final_mean: Tensor,
+    grad_final_var: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the prior's mean and variance alone, by the first two launches of `backward`."""
+    (batch, length, heads, channels), slots = v.shape, q.shape[3]
+    like = {"dtype": torch.float32, "device": v.device}
+    variance = grad_var is not None
+    q, k, v, precision, grad_mean = (contiguous_rows(x) for x in (q, k, v, precision, grad_mean))
+    grad_var = contiguous_rows(grad_var) if grad_var is not None else grad_mean
+    resident = _RESIDENT_WARPS * num_multiprocessors(v.device)
+    plan = plan_tiles(batch, length, max(64, -(-batch * length * heads // resident)), segments, q)
+    grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, padded_slots(slots), **like)
+    prior_mean, prior_var = torch.empty(grad_final_mean.shape, **like), torch.empty(grad_final_var.shape, **like)
+    signals = q, k, v, precision, log_decay.contiguous(), process_noise.contiguous()
+    grads = grad_mean, grad_var, grad_final_mean, grad_final_var
+    _scan(signals, stored, grads, plan, segments, variance, (grad_exits, prior_mean, prior_var))
+    return prior_mean, prior_var
+
+
+def _scan(
+    signals: tuple[Tensor, ...],
+    stored: Tensor,
+    grads: tuple[Tensor, ...],
+    plan: TilePlan,
+    segments: Segments | None,
+    variance: bool,
+    results: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Compute the gradients at the end of every tile and of the prior, into `results`."""
+    q, k, v, precision = signals[:4]
+    grad_mean, grad_var, grad_final_mean, grad_final_var = grads
+    (_, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
+    width, block = padded_slots(slots), channels_per_warp(slots, 4)
+    maps = torch.empty(plan.num_tiles, 4, heads, channels, width, dtype=torch.float32, device=v.device)
+    common = {"BLOCK": block, "K": slots, "P": width, "PACKED": segments is not None}
+    arguments = (
+        *signals, stored, grad_mean, grad_var, maps, plan.tile_table, length, plan.size, plan.tiles,
+        *(stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]),
+        heads, channels, heads // shared,
+    )  # fmt: skip
+    options = {"EVEN": channels % block == 0, "VARIANCE": variance, "PTX": supports_ptx(), "num_warps": 1, **common}
+    options |= {"CHUNK": CHUNK, "PREFETCH": PREFETCH, "RAGGED": is_ragged(length, segments)}
+    Launch(_map_tile_grads, (plan.num_tiles * -(-channels // block), heads), arguments, options).run()
+    arguments = (
+        maps, results[0], grad_final_mean, grad_final_var, *results[1:], plan.sequence_table, plan.tiles,
+        *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
+    )  # fmt: skip
+    grid = (len(results[1]), heads, -(-channels // block))
+    Launch(_scan_tile_grads, grid, arguments, {"num_warps": 4, **common}).run()

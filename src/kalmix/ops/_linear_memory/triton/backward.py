@@ -91,10 +91,12 @@ def backward(
     grad_mean: Tensor,
     grad_final: Tensor,
     corrects: bool,
-    grads: Gradients,
+    grads: Gradients | None,
     adjoints: Tensor | None = None,
 ) -> Tensor:
     """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior.
+
+    Without `grads`, only the gradient of the prior is computed.
 
     Gradients of the memories at the end of each tile are written to `adjoints`, shaped as `stored.states`, if given.
     """
@@ -104,7 +106,7 @@ def backward(
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     _, states, errors, inverses, *_ = stored
-    dq, dk, dv, dgain, ddecay = grads
+    dq, dk, dv, dgain, ddecay = (v,) * 5 if grads is None else grads
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
     exit_map, local_grads = v, v
     if corrects:
@@ -115,14 +117,18 @@ def backward(
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.to_end, s.scores, inverses, exit_map, local_grads, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, group, write_group,
         ), {**features, **options, **s.sizes}).run()  # fmt: skip
-    adjoints = torch.empty(states.shape, **like) if adjoints is None else adjoints
+    if adjoints is None:
+        adjoints = torch.empty(states.shape if grads is not None else (0,), **like)
     grad_prior = torch.empty(grad_final.shape, dtype=grad_final.dtype, device=v.device)
     plan = scan_options(tiling.num_sequences, v, s.sizes, 3)
     options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}
+    options["STORE"] = grads is not None
     Launch(scan_memory_backward, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, exit_map, local_grads, grad_mean, dv, adjoints, grad_final, grad_prior, s.from_start, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles, *strides(s.q, s.k, grad_mean), *grad_final.stride(), heads, group,
     ), {**options, **plan, **s.sizes}).run()  # fmt: skip
+    if grads is None:
+        return grad_prior
     if not corrects:
         errors = v
         values = BLOCK if width <= BLOCK else 2 * BLOCK

@@ -86,10 +86,13 @@ def scan_memory_backward(
     sequence_table, length, tiles,
     q_token, q_head, k_token, k_head, g_token, g_head, final_n, final_g, final_k, final_v, G, GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, CORRECTS: tl.constexpr,
+    PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, CORRECTS: tl.constexpr, STORE: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scan the gradient of the memory of one sequence and head over tiles in reverse, for some columns."""
+    """Scan the gradient of the memory of one sequence and head over tiles in reverse, for some columns.
+
+    Store those of the memory at the end of each tile and of the values if STORE.
+    """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -110,9 +113,10 @@ def scan_memory_backward(
         count = tl.minimum(tokens - i * SIZE, SIZE)
         at, state = token + i * SIZE, (tile + i) * G + head
         row = at * G + head
-        for j in tl.static_range(BLOCKS):
-            key = j * BLOCK + tl.arange(0, BLOCK)
-            store_state(adjoints + state * K * V, key, column, adjoint[j], K, V)
+        if STORE:
+            for j in tl.static_range(BLOCKS):
+                key = j * BLOCK + tl.arange(0, BLOCK)
+                store_state(adjoints + state * K * V, key, column, adjoint[j], K, V)
         grad = load_rows(grad_mean + at * g_token, g_token, count, column, V, SIZE)
         scale = 1.0
         if DECAYS:
@@ -124,7 +128,8 @@ def scan_memory_backward(
                 key = j * BLOCK + tl.arange(0, BLOCK)
                 rows = load_rows(exit_map + row * K, G * K, count, key, K, SIZE)
                 grad_value = matmul(rows, adjoint[j].to(DTYPE), PRECISION, grad_value)
-            store_rows(grad_values + row * V, G * V, count, column, grad_value, V, SIZE)
+            if STORE:
+                store_rows(grad_values + row * V, G * V, count, column, grad_value, V, SIZE)
             grad_value = (grad_value * -scale).to(DTYPE)
         decay = 1.0
         if DECAYS:
