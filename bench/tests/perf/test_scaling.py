@@ -18,7 +18,7 @@ from kalmix.ops._shared.kernel import Kernel, KernelRequest
 from kalmix_bench.perf.scaling import check, methods, speed
 from kalmix_bench.perf.scaling.budget import budgets_of
 from kalmix_bench.perf.scaling.group import Ranks
-from kalmix_bench.perf.scaling.step import Cell
+from kalmix_bench.perf.scaling.step import Cell, idle
 from kalmix_bench.runner.json_lines import append_rows, read_rows
 
 RUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m")
@@ -44,6 +44,20 @@ def test_two_ranks_equal_one_process_with_every_method(tmp_path):
     assert all(found["gated-deltanet", method]["error_float64"] < 1e-9 for method in check.CHECKS)
     assert all(found["gated-deltanet", method]["of_budget"] < 1 for method in check.CHECKS)
     assert found["recurrent-afa", "context, contiguous"]["status"] == "refused"
+
+
+def test_idle_time_is_what_no_interval_covers():
+    assert idle([(5.0, 6.0), (0.0, 2.0), (1.0, 3.0), (1.5, 2.5), (8.0, 9.0)]) == 4.0
+    assert idle([]) == 0.0
+
+
+def test_captured_rows_are_not_those_of_plain_steps():
+    (cell,) = speed.cells_of(["kla-toy"], ["context"], [1], 32, 64, True, True)
+    plain = cell._replace(captured=False)._asdict() | {"status": "ok"}
+    del plain["captured"]  # older rows
+    assert speed.next_cell(cell, [plain], [], 1.0) == cell
+    assert speed.next_cell(cell._replace(captured=False), [plain], [], 1.0) is None
+    assert speed.next_cell(cell, [plain | {"captured": True}], [], 1.0) is None
 
 
 @pytest.mark.slow

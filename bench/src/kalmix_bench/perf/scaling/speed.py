@@ -22,6 +22,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +73,13 @@ class Options(NamedTuple):
 
 
 def cells_of(
-    models: Sequence[str], methods: Sequence[str], batches: Sequence[int], length: int, long: int, compiled: bool
+    models: Sequence[str],
+    methods: Sequence[str],
+    batches: Sequence[int],
+    length: int,
+    long: int,
+    compiled: bool,
+    captured: bool = False,
 ) -> list[Cell]:
     """Return the cells in the order in which they run: smaller models first, then methods of one GPU, then others."""
     sizes = sorted({name.rsplit("-", 1)[1] for name in models}, key=list(SIZES).index)
@@ -83,7 +90,7 @@ def cells_of(
             shapes = [(1, long)] if "context" in method else [(batch, length) for batch in batches]
             for batch, tokens in shapes:
                 names = [name for name in models if name.endswith(f"-{size}")]
-                found += [Cell(name, method, batch, tokens, compiled) for name in names]
+                found += [Cell(name, method, batch, tokens, compiled, captured=captured) for name in names]
     return found
 
 
@@ -101,8 +108,8 @@ def next_cell(cell: Cell, rows: Iterable[dict[str, Any]], begun: Iterable[dict[s
 
 
 def _is_of(cell: Cell, row: dict[str, Any]) -> bool:
-    names = ("model", "method", "batch", "length", "compiled")
-    return all(row[name] == getattr(cell, name) for name in names)
+    names = ("model", "method", "batch", "length", "compiled", "captured")
+    return all(row.get(name, False) == getattr(cell, name) for name in names)  # older rows have no "captured"
 
 
 def attempt(cell: Cell, ranks: Ranks, options: Options) -> dict[str, Any]:
@@ -120,10 +127,11 @@ def attempt(cell: Cell, ranks: Ranks, options: Options) -> dict[str, Any]:
     begin = time.monotonic()
     row = _begin_row(cell, ranks, options)
     try:
-        run = Run(cell, ranks.device)
-        row |= measure(run, options.steps, wait, slowest)
-        if options.profile:
-            row |= profile_step(run, alone or ranks.rank == 0)
+        with torch.cuda.stream(torch.cuda.Stream()) if cell.captured else nullcontext():
+            run = Run(cell, ranks.device)
+            row |= measure(run, options.steps, wait, slowest)
+            if options.profile:
+                row |= profile_step(run, alone or ranks.rank == 0)
         row["status"] = "ok"
     except torch.OutOfMemoryError:
         row["status"] = OUT_OF_MEMORY
@@ -215,10 +223,11 @@ def _write(row: dict[str, Any], options: Options, ranks: Ranks) -> None:
 
 def _describe(row: dict[str, Any]) -> str:
     name = f"{row['model']}, {row['method']}, {row['batch']} x {row['length']:,}"
-    name += "".join(f", {x}" for x in ("compiled", "checkpointing") if row[x])
+    name += "".join(f", {x}" for x in ("compiled", "captured", "checkpointing") if row.get(x))
     if row["status"] != "ok":
         return f"{name}: {row['status']} {row.get('error', '')}".strip()
     gpu = f", computing {row['compute_ms']:.0f} and NCCL {row['nccl_ms']:.0f}" if "compute_ms" in row else ""
+    gpu += f", idle {row['idle_ms']:.0f}, {row['kernels']} kernels" if "idle_ms" in row else ""
     first = f"first step {row['first_step_s']:.0f} s, " if "first_step_s" in row else ""
     took = f" ({first}{row['seconds']:.0f} s in all)" if "seconds" in row else ""
     return f"{name}: {row['tokens_per_s']:,.0f} tokens/s, {row['ms']:.1f} ms a step{gpu}{took}"
@@ -230,7 +239,7 @@ def table(rows: list[dict[str, Any]]) -> Table:
     shown.add_column("efficiency")
     base = {(row["model"], row["method"], *_shape(row)): row for row in rows if row["status"] == "ok"}
     for row in rows:
-        method = row["method"] + "".join(f" ({x})" for x in ("compiled", "checkpointing") if row[x])
+        method = row["method"] + "".join(f" ({x})" for x in ("compiled", "captured", "checkpointing") if row.get(x))
         sequences = f"{row['batch']} x {row['length']:,}"
         if row["status"] != "ok":
             shown.add_row(row["model"], method, sequences, row["status"])
@@ -251,8 +260,8 @@ def table(rows: list[dict[str, Any]]) -> Table:
     return shown
 
 
-def _shape(row: dict[str, Any]) -> tuple[int, int, bool]:
-    return row["batch"], row["length"], row["compiled"]
+def _shape(row: dict[str, Any]) -> tuple[int, int, bool, bool]:
+    return row["batch"], row["length"], row["compiled"], row.get("captured", False)
 
 
 def run_cells(cells: list[Cell], ranks: Ranks, options: Options) -> None:
@@ -280,6 +289,7 @@ def main() -> None:
     parser.add_argument("--long", type=int, default=65536, help="tokens of the sequence that ranks divide")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--compiled", action="store_true", help="compile each block with torch.compile")
+    parser.add_argument("--captured", action="store_true", help="run the steps as one CUDA graph")
     parser.add_argument("--profile", action="store_true", help="record the kernels of one more step of each row")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="seconds after which no row begins")
     limits = f"Default: {LIMIT:.0f}, or {COMPILED_LIMIT:.0f} with --compiled"
@@ -291,12 +301,15 @@ def main() -> None:
     names, methods = arguments.models.split(","), arguments.methods.split(",")
     check_names(parser, "--methods", methods, METHODS)
     check_names(parser, "--models", names, [f"{mixer}-{size}" for mixer in (*MIXERS, "hybrid") for size in SIZES])
+    if arguments.captured and not torch.cuda.is_available():
+        parser.error("--captured needs a GPU")
     if not all(x.isdecimal() and int(x) > 0 for x in arguments.batch.split(",")):
         parser.error(f"--batch is {arguments.batch!r}; expected positive integers, separated by commas")
     console = Console(width=150)
     if not arguments.report:
         batches = [int(x) for x in arguments.batch.split(",")]
-        cells = cells_of(names, methods, batches, arguments.length, arguments.long, arguments.compiled)
+        how = arguments.compiled, arguments.captured
+        cells = cells_of(names, methods, batches, arguments.length, arguments.long, *how)
         stop = begin + arguments.deadline
         limit = COMPILED_LIMIT if arguments.compiled else LIMIT
         limit = limit if arguments.limit is None else arguments.limit

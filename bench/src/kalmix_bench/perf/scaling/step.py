@@ -28,6 +28,7 @@ KLA_BLOCKS = {"340m": 52, "1b": 36, "toy": 4}  # without MLPs
 ALONE = ("one", "context one")  # methods of one GPU
 METHODS = (*ALONE, "fsdp2", "context two-phase", "fsdp2 by 4", "ddp", "context")
 WARM_UP, LONG_STEP = 3, 2.0  # steps before those that are timed; seconds from which only two steps are timed
+BEFORE_CAPTURE = 11  # steps before a capture, with DDP
 LONGEST = 12  # kernels that a profile names
 
 
@@ -41,6 +42,7 @@ class Cell(NamedTuple):
         length: tokens of a sequence.
         compiled: whether `torch.compile` compiles each block.
         checkpointing: whether the backward pass computes the blocks again.
+        captured: whether a CUDA graph runs the steps, so that the host launches one graph instead of each kernel.
     """
 
     model: str
@@ -49,6 +51,7 @@ class Cell(NamedTuple):
     length: int
     compiled: bool
     checkpointing: bool = False
+    captured: bool = False
 
     @property
     def is_context(self) -> bool:
@@ -94,7 +97,8 @@ class Run:
             two_phase = cell.method == "context two-phase"
             self.context = ContextParallel(make_mesh(device), layout, two_phase=two_phase)
         groups = split_groups(optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1), self.replicated)
-        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=device.type == "cuda")
+        fused = device.type == "cuda"
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused, capturable=cell.captured)
         own = distributed.get_rank() if cell.method in ("ddp", "fsdp2", "fsdp2 by 4") else 0
         generator = torch.Generator().manual_seed(own)
         self.ids: Tensor = torch.randint(WORDS, (cell.batch, cell.length), generator=generator).to(device)
@@ -111,6 +115,20 @@ class Run:
         with torch.autocast(self.device.type, torch.bfloat16):
             count = self.labels.numel() - self.labels.shape[0]
             return self.model(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=count).loss
+
+    def capture(self) -> None:
+        """Capture a step in a CUDA graph, which all later steps replay.
+
+        The run must be built and used on a stream other than the default one, as PyTorch asks for DDP. The steps
+        before the capture let DDP end what it does in its first steps only.
+        """
+        for _ in range(BEFORE_CAPTURE):
+            self.step()
+        synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.current_stream(), capture_error_mode="thread_local"):
+            self.step()
+        self.step = graph.replay
 
     def step(self) -> None:
         """Take one step, without waiting for the device."""
@@ -181,6 +199,8 @@ def measure(run: Run, steps: int, wait: Callable[[], None], slowest: Callable[[f
     run.step()
     synchronize(device)
     first = time.perf_counter() - begin
+    if run.cell.captured:
+        run.capture()
     for _ in range(WARM_UP - 1):
         begin = time.perf_counter()
         run.step()
@@ -227,7 +247,8 @@ def profile_step(run: Run, records: bool) -> dict[str, Any]:
     """Take one step and, if `records`, return the milliseconds of its kernels on a GPU, NCCL's by themselves.
 
     Kernels of NCCL include the time in which they wait for other ranks. A step in which "compute_ms" is much less than
-    the time of the step waits for the host or for other ranks.
+    the time of the step waits for the host or for other ranks. In "idle_ms" no kernel runs: the device waits for the
+    host.
     """
     if not records or run.device.type != "cuda":
         run.step()
@@ -241,17 +262,29 @@ def profile_step(run: Run, records: bool) -> dict[str, Any]:
         synchronize(run.device)
     total: Counter[str] = Counter()
     count: Counter[str] = Counter()
+    intervals: list[tuple[float, float]] = []
     for event in recording.events() or ():
         if event.device_type == DeviceType.CUDA and not getattr(event, "is_user_annotation", False):
             total[event.name] += event.time_range.elapsed_us()
             count[event.name] += 1
+            intervals.append((event.time_range.start, event.time_range.end))
     nccl = sum(us for name, us in total.items() if name.startswith("nccl"))
     return {
         "compute_ms": (sum(total.values()) - nccl) / 1e3,
         "nccl_ms": nccl / 1e3,
+        "idle_ms": idle(intervals) / 1e3,
         "kernels": sum(count.values()),
         "longest": [[name[:80], count[name], round(us / 1e3, 2)] for name, us in total.most_common(LONGEST)],
     }
+
+
+def idle(intervals: list[tuple[float, float]]) -> float:
+    """Return the time between the first start and the last end that no interval covers."""
+    total, reached = 0.0, min((start for start, _ in intervals), default=0.0)
+    for start, end in sorted(intervals):
+        total += max(0.0, start - reached)
+        reached = max(reached, end)
+    return total
 
 
 def synchronize(device: torch.device) -> None:
