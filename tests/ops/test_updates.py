@@ -194,6 +194,21 @@ def test_half_precision_and_autocast_do_not_round_updates(name):
         assert_close(x, y, 0.0)
 
 
+@pytest.mark.parametrize("name", ["additive-keys", "delta", "diagonal", "ridge"])
+def test_gradients_pulled_back_are_those_of_apply(name):
+    case = case_of(name)
+    inputs = case.inputs()
+    update = compute(case, signals_of(case, inputs))
+    leaves = [x.detach().requires_grad_() for x in prior_of(case, inputs)]
+    prior = type(prior_of(case, inputs))(*leaves)
+    after = list(update.apply(prior))
+    draw = torch.Generator().manual_seed(1)
+    upstream = [torch.randn(x.shape, generator=draw).to(x) for x in after]
+    expected = torch.autograd.grad(after, leaves, upstream)
+    found = update.pull_back(prior, *upstream) if hasattr(update, "pull_back") else update.pull_back_affine(*upstream)
+    torch.testing.assert_close(found, expected)
+
+
 def test_updates_as_filtered_round_as_the_op():
     draw = torch.Generator().manual_seed(0)
     k = torch.nn.functional.normalize(torch.randn(1, 70, 1, 16, generator=draw), dim=-1).bfloat16()

@@ -103,7 +103,8 @@ def additive(
     sizes = check_update_tokens(k, v, segments)
     if log_decay is not None:
         check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
-    return _sum(*to_state_dtype(v, k, v, log_decay, gain), segments, sizes)
+    k, v, log_decay, gain = to_state_dtype(v, k, v, log_decay, gain)
+    return _sum(k, v, log_decay, gain, segments, sizes)
 
 
 def additive_as_filtered(

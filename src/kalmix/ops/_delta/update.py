@@ -103,7 +103,8 @@ def delta(
         True
     """
     sizes = check_update_tokens(k, v, segments)
-    return _map_columns(*to_state_dtype(v, k, v, gain, log_decay), segments, sizes)
+    k, v, gain, log_decay = to_state_dtype(v, k, v, gain, log_decay)
+    return _map_columns(k, v, gain, log_decay, segments, sizes)
 
 
 def delta_as_filtered(
