@@ -88,7 +88,9 @@ class Run:
         if cell.method.startswith("fsdp2"):
             self.replicated = shard(model, 4 if cell.method == "fsdp2 by 4" else 1, compiled=cell.compiled)
         elif cell.method not in ALONE:  # with "context", DDP sums the gradients during the backward pass
-            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            # A group of its own, so that layers do not wait for sums of gradients that were sent before.
+            group = distributed.new_group() if cell.is_context else None
+            self.model = DistributedDataParallel(model, process_group=group, gradient_as_bucket_view=True)
         if cell.compiled:  # `forward` alone: hooks of FSDP2 stay outside, so that all blocks share a compilation
             for block in model.model.layers:
                 block.forward = torch.compile(block.forward)
