@@ -210,6 +210,7 @@ CHECKS: dict[str, Callable[..., Errors]] = {
     "fsdp2": check_fsdp,
     "heads": check_heads,
     "context, contiguous": partial(check_context, layout="contiguous"),
+    "context, contiguous, two phases": partial(check_context, layout="contiguous", two_phase=True),
     "context, contiguous, packed": partial(check_context, layout="contiguous", packed=True),
     "context, head-tail": partial(check_context, layout="head-tail"),
     "context, head-tail, packed": partial(check_context, layout="head-tail", packed=True),
