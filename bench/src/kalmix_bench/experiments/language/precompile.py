@@ -2,8 +2,9 @@
 
     python -m kalmix_bench.experiments.language.precompile --preset medium
 
-Each layer has a process, which takes one training step of both stages on random tokens; processes share the GPUs.
-Triton keeps the kernels in its cache on disk, where the runs find them. Prints the seconds of each layer.
+Each layer has a process, which takes one training step and one evaluation step of both stages on random tokens, and
+runs the tests of the stage "main". Processes share the GPUs. Triton keeps the kernels in its cache on disk, where the
+runs find them. Prints the seconds of each layer.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from collections.abc import Sequence
 
 import torch
 
-from kalmix_bench.experiments.language.protocol import PRESETS, STAGES, LanguageCell, Preset
+from kalmix.models import KalmixForCausalLM
+from kalmix_bench.experiments.language import probes
+from kalmix_bench.experiments.language.protocol import LONGER, MAIN, PRESETS, STAGES, LanguageCell, Preset, RunSize
 from kalmix_bench.runner import options
 
+PAIR_TOKENS = 8  # of a pair of words and its repetition in the tests of recall
 SECONDS = 60.0  # time of all processes; those that take longer are terminated
 
 
 def step(layer: str, preset: Preset, device: torch.device) -> None:
-    """Take the first training step of a layer in both stages, without an optimizer.
+    """Take the first training step and the first evaluation step of a layer in both stages, and run its tests.
 
     Args:
         layer: name of the layer.
@@ -43,6 +47,28 @@ def step(layer: str, preset: Preset, device: torch.device) -> None:
         loss.backward()
         if not loss.isfinite():
             raise SystemExit(f"error: the loss of {layer} is {loss.item()}")
+        model.eval()
+        with torch.autocast(device.type, torch.bfloat16, enabled=recipe.bf16), torch.no_grad():
+            model(input_ids=ids, labels=ids, skip_logits=True)
+            if stage == MAIN:
+                test(model, preset.main)
+
+
+def test(model: KalmixForCausalLM, size: RunSize) -> None:
+    """Run the tests of `run.evaluate` on random tokens of the same lengths.
+
+    Args:
+        model: model in evaluation mode.
+        size: sizes of the tests.
+    """
+    longest = LONGER * size.seq_len
+    tokens = torch.randint(model.config.vocab_size, (size.probe_rows, longest + 1))
+    probes.loss_by_position(model, tokens, size.seq_len)
+    copied = [2 * int(part * size.seq_len) for part in probes.COPIED]
+    recalled = [PAIR_TOKENS * pairs for pairs in probes.PAIRS]
+    for length in (*copied, *(length for length in recalled if length <= size.seq_len)):
+        probes.score_tokens(model, tokens[:, : length + 1])
+    probes.decoding(model, tokens[:, :-1], (size.seq_len, longest))
 
 
 def _run(layer: str, preset: str) -> None:
