@@ -133,7 +133,7 @@ def _command(
     preset: Annotated[
         str,
         typer.Option(
-            help="laptop: minutes on two cores. For GPUs: short, 10M parameters; medium and paper, 50M, with 40M and "
+            help="laptop: minutes on two cores. For GPUs: short, 10M parameters; medium and paper, 50M, with 30M and "
             "300M tokens."
         ),
     ] = "laptop",

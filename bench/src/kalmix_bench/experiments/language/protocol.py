@@ -122,10 +122,10 @@ PRESETS = {
     ),
     "medium": Preset(
         tune=replace(_SHORT, tokens=10_000_000, batch_tokens=1 << 15, eval_tokens=1 << 17),
-        main=replace(_MAIN, tokens=40_000_000, batch_tokens=1 << 16, eval_tokens=6 << 16),
-        layers=(
-            *("kla", "kla-noise-free", "afa", "mamba2", "bayesian", "gated-kalmanet", "kda", "gated-deltanet"),
-            *("attention", "gla", "gated-deltanet+attention", "gated-kalmanet+attention"),
+        main=replace(_MAIN, tokens=30_000_000, batch_tokens=1 << 16, eval_tokens=6 << 16),
+        layers=(  # the first ones are those to repeat with further seeds
+            *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa", "mamba2", "gated-kalmanet"),
+            *("attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention"),
         ),
         rates=(1e-3, 2e-3, 4e-3, 8e-3),
     ),
