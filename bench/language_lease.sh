@@ -84,7 +84,7 @@ fi
 if [ ! -f "$work/run/results.jsonl" ] && [ -f "$rows/results.jsonl" ]; then cp "$rows/results.jsonl" "$work/run/"; fi
 checkpoints="$work/checkpoints"
 memory=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1 || true)
-if [ "${memory:-0}" -gt $((32 << 20)) ]; then checkpoints="/dev/shm$work/checkpoints"; fi  # in memory, for speed
+if [ "${memory:-0}" -gt $((12 << 20)) ]; then checkpoints="/dev/shm$work/checkpoints"; fi  # in memory, for speed
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
