@@ -2,7 +2,7 @@
 # Run `kalmix bench language` on a machine without a network that is lent for a limited time.
 #
 #     bash bench/language_lease.sh --commit ID --out "$OUT" --precompile medium \
-#         -- --preset medium --stage tune --jobs-per-device 3 -- --preset medium --stage main
+#         -- --preset medium --stage tune --jobs-per-device 4 -- --preset medium --stage main
 #
 # What is behind a -- goes to `kalmix bench language`; behind another -- is a further command, which runs after it. Repeat
 # the call on the same machine: it continues.
