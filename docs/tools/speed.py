@@ -8,7 +8,8 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 GPU = "nvidia-h200"
-FILES = {"diagonal": f"2026-11-21-{GPU}-diagonal.json"}  # the run with peers; of other ops, the newest file
+# Of other ops, the newest file of the GPU.
+FILES = {"diagonal": "2026-11-27-nvidia-h100-80gb-hbm3-diagonal.json"}
 FLA = "flash-linear-attention 0.6.0"
 LABELS = {
     "triton": "**kalmix** `triton`",
@@ -137,7 +138,9 @@ def training_table() -> str:
             cells += [f"{row['tokens_per_s']:,.0f}{mark}", f"{row['gpu_ms']:.0f}", f"{row['kernels']:,}"]
             cells.append(f"{row['peak_memory'] / 2**30:.1f}")
         table.append(f"| {' | '.join(cells)} |")
-    sources = f"Source: `{_relative(newest)}`. * `{_relative(before)}`, with earlier kernels."
+    sources = f"Source: `{_relative(newest)}`."
+    if any(" *" in line for line in table):
+        sources += f" * `{_relative(before)}`, with earlier kernels."
     return "\n".join(table) + f"\n\n{sources}"
 
 
