@@ -1,4 +1,5 @@
-"""Compare `generate` with captured decoding steps and without, for every layer: one prompt, padded prompts, beams.
+"""Compare `generate` with captured decoding steps, without them and without a cache, for every layer: one prompt,
+padded prompts, beams.
 
     python tests/gpu/captured_decoding.py --layers 3
 
@@ -41,8 +42,11 @@ def compare(model: KalmixForCausalLM, kind: str, arguments: dict[str, Any]) -> s
     """Return what is wrong with captured decoding in this kind of call, or an empty string."""
     arguments = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in arguments.items()}
     arguments |= {"max_new_tokens": 16, "do_sample": False}
-    expected = model.generate(**arguments, disable_compile=True, cache_implementation="dynamic")
-    found = [model.generate(**arguments)]
+    expected = model.generate(**arguments, use_cache=False)
+    found = [
+        model.generate(**arguments, disable_compile=True, cache_implementation="dynamic"),
+        model.generate(**arguments),
+    ]
     with capture_decoding(model) as step:
         found += [model.generate(**arguments), model.generate(**arguments)]
     equal = [torch.equal(x, expected) for x in found]

@@ -134,9 +134,12 @@ def row(model: str, size: ModelSize, **changes: Any) -> dict[str, Any]:
 
 def test_the_report_judges_aims(tmp_path: Path) -> None:
     one, many = (replace(PRESETS["paper"], batch_size=n, seq_len=512) for n in (1, 64))
+    long = replace(many, seq_len=8192)
     rows = [
         row("kda", one, ms=4.0),
         row("kla", many, ms=1.2),
+        row("afa", many, ms=9.0),
+        row("mamba2", long, ms=1.5, extra_memory=21 * 2**30),
         row("llama", one, mode="captured", replay_ms=1.25),
         row("gla", TINY),
     ]
@@ -145,4 +148,6 @@ def test_the_report_judges_aims(tmp_path: Path) -> None:
     assert "| kda | 1 x 512 | ms a token | 4.00 | at most 3.0 | no |" in lines
     assert any(line.startswith("| llama | captured | 2.00 | 1.25 | 500 |") for line in lines)
     assert "| kla | 64 x 512 | time / limit | 1.20 | at most 1.3 | yes |" in lines
-    assert len([line for line in lines if line.endswith(("| no |", "| yes |"))]) == 2
+    assert "| mamba2 | 64 x 8,192 | time / limit | 1.50 | at most 1.3 | no |" in lines
+    assert "| mamba2 | 64 x 8,192 | memory, GiB, static | 21.00 | at most 20.0 | no |" in lines
+    assert len([line for line in lines if line.endswith(("| no |", "| yes |"))]) == 4

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.perf.decode import report
-from kalmix_bench.perf.decode.protocol import CACHES, DEFAULT_CACHES, MODELS, DecodeCell, make_cells
+from kalmix_bench.perf.decode.protocol import CACHES, MODELS, DecodeCell, make_cells
 from kalmix_bench.perf.model_rows import Hardware, ModelRows, deadline_after, measure_rows, report_rows
 from kalmix_bench.perf.models.protocol import PEERS, PRESETS
 from kalmix_bench.runner import options
@@ -52,9 +52,9 @@ def run(
         str,
         typer.Option(
             help="dynamic, static (compiled by transformers on a GPU) and captured (steps in a CUDA graph; layers of "
-            "kalmix only), separated by commas."
+            "kalmix only), separated by commas. Default: all; without a GPU, all but captured."
         ),
-    ] = ",".join(DEFAULT_CACHES),
+    ] = "",
     peers: Annotated[bool, typer.Option(help="Add the models of flash-linear-attention and transformers.")] = True,
     preset: Annotated[str, typer.Option(help="paper: 340 to 420 million parameters. laptop: for a CPU.")] = "laptop",
     batches: Annotated[str, typer.Option(help="Numbers of prompts. Default: 1,64 with the preset paper.")] = "",
@@ -91,8 +91,9 @@ def run(
     lengths = options.counts("prompts", prompts or default_prompts)
     sizes = [replace(size, batch_size=batch, seq_len=length) for batch in batch_sizes for length in lengths]
     names = options.names("rows", rows or ",".join(x for x in MODELS if peers or x not in PEERS), MODELS)
-    modes = options.names("caches", caches, CACHES)
     hardware = Hardware.of(devices, options.count("jobs-per-device", jobs_per_device))
+    usable = [x for x in CACHES if x != "captured" or hardware.device.type == "cuda"]
+    modes = options.names("caches", caches or ",".join(usable), CACHES)
     if tokens < LEAST_TOKENS:
         raise ArgumentError("tokens", got=tokens, expected=f"at least {LEAST_TOKENS}")
     cells = make_cells(names, modes, sizes, (tokens, hardware.name, hardware.commit))

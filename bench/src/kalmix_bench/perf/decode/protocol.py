@@ -10,7 +10,6 @@ from kalmix_bench.perf.models.protocol import MODELS, PEERS, ModelCell, ModelSiz
 # "dynamic" and "static" are of `generate(cache_implementation=...)`; transformers compiles the model for "static".
 # "captured" replays a CUDA graph of each step: `kalmix.models.capture_decoding`.
 CACHES = ("dynamic", "static", "captured")
-DEFAULT_CACHES = ("dynamic", "static")
 WITHOUT_STATIC_CACHE = ("fla gated-deltanet", "fla kda")
 
 
@@ -47,4 +46,4 @@ def make_cells(
     ]
 
 
-__all__ = ["CACHES", "DEFAULT_CACHES", "MODELS", "DecodeCell", "make_cells"]
+__all__ = ["CACHES", "MODELS", "DecodeCell", "make_cells"]
