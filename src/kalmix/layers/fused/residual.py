@@ -85,15 +85,20 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 def _gradients(ctx: Any, grad: Tensor | None, total_grad: Tensor | None) -> tuple[Tensor | None, ...]:
     total, weight = ctx.saved_tensors
-    found = {}
+    found: dict[torch.dtype | None, Tensor] = {}
     if grad is None:
         wide, dweight = total_grad, None
     else:
         copy_dtype = next((dtype for dtype in ctx.dtypes if dtype != total.dtype), None)
         wide, copy, dweight = _add_rms_norm_backward(total, weight, grad, total_grad, ctx.eps, copy_dtype)
         found[copy_dtype] = copy
-    dx, dresidual = (found.get(dtype, wide if wide is None else wide.to(dtype)) for dtype in ctx.dtypes)
-    return dx, dresidual, dweight, None, None
+
+    def converted(dtype: torch.dtype) -> Tensor | None:
+        if dtype in found:
+            return found[dtype]
+        return None if wide is None else wide.to(dtype)
+
+    return *map(converted, ctx.dtypes), dweight, None, None
 
 
 def _differentiable_gradients(ctx: Any, grad: Tensor | None, total_grad: Tensor | None) -> tuple[Tensor | None, ...]:
