@@ -68,3 +68,28 @@ def test_steps_add_residuals_later_and_count_tokens(hook):
     assert len(calls) == (5 if hook else 0)  # the whole, the prompt and three steps
     assert [int(layer.get_seq_length()) for layer in layers] == [9] * 4
     assert len(output.hidden_states) == 4
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_blocks_leave_additions_to_the_next_block_only_without_hooks(hook):
+    """Both ways give the same output and gradients; hooks see whole residual streams."""
+    torch.manual_seed(0)
+    specs = layer_specs(["gated-deltanet", "kla", "attention"], 16, heads=2)
+    stack, x = BlockStack(Block(16, spec) for spec in specs), torch.randn(2, 9, 16, requires_grad=True)
+    expected, seen, updates = x, [], []
+    for block in stack:
+        expected = block(expected).hidden_state
+    for block in stack:
+        normalize = block._normalize
+        block._normalize = lambda x, update, run=normalize: updates.append(update) or run(x, update)
+    if hook:
+        for block in stack:
+            block.register_forward_hook(lambda _block, _inputs, output: seen.append(output.update))
+    found = stack(x).hidden_state
+    assert [update is None for update in updates] == [True, hook, hook]
+    assert seen == [None] * 3 * hook
+    weights = torch.randn_like(expected)
+    inputs = [x, *stack.parameters()]
+    grads = [torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected)]
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(*grads)

@@ -172,31 +172,17 @@ class Posterior(NamedTuple):
     context: object
 
 
-class BlockStep(NamedTuple):
-    """Options of a block that steps: it filters one token for each row, in place on a pool of states.
-
-    Attributes:
-        slots: slots of each row.
-        update: `update` of the previous block's output, which the first norm adds to the input.
-        defer: whether to return the last summand of the output as `update`, instead of adding it.
-    """
-
-    slots: Slots
-    update: Tensor | None = None
-    defer: bool = False
-
-
 class BlockOutput(NamedTuple):
     """Output of a block.
 
     Attributes:
-        hidden_state: `[B, T, D]`, residual stream after the block.
+        hidden_state: `[B, T, D]`, residual stream after the block, without `update`.
         state: state of the mixer after the last token; `None` without `output_state`.
         mixer_input: `[B, T, D]`, normalized input of the mixer. With an earlier state it is enough to filter the tokens
             again. `None` without `output_state`.
         belief: `Filtered` of the mixer's output: mean and variance `[B, T, D]`. `None` without `output_belief`.
         posterior: posterior of the read-out. `None` without `output_posterior`, or if the mixer has no posterior.
-        update: `[B, T, D]`, still to be added to `hidden_state`; only in a step with `defer`, otherwise `None`.
+        update: `[B, T, D]`, still to be added to `hidden_state`; only with `defer`, otherwise `None`.
     """
 
     hidden_state: Tensor
@@ -275,9 +261,13 @@ class Block(nn.Module):
         output_state: bool = True,
         output_belief: bool = False,
         output_posterior: bool = False,
-        step: BlockStep | None = None,
+        slots: Slots | None = None,
+        update: Tensor | None = None,
+        defer: bool = False,
     ) -> BlockOutput:
         """Apply the block.
+
+        Blocks that pass `update` on to the next one add it in the kernel of that block's first norm.
 
         Args:
             x: `[B, T, D]`.
@@ -288,34 +278,35 @@ class Block(nn.Module):
             output_state: return the state and the input of the mixer. They contain views, which FSDP2 warns about.
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
-            step: options of a step, in which the mixer updates the pool `state` in place; `None` for other calls.
+            slots: slots of each row in a step, in which the mixer updates the pool `state` in place; `None` for other
+                calls.
+            update: `update` of the previous block's output, to be added to `x`.
+            defer: whether to return the last summand of the output as `update`, instead of adding it.
         """
-        if step is not None:
-            return self._step(x, state, step)
-        mixer_input = self.norm(x)
-        variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
-        (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
-        readout = sample_gaussian(mean, var) if sample and var is not None else mean
-        belief = self._output_belief(mean, var, final_state, context) if output_belief else None
-        posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
-        # Not the instance's `finish`: FSDP2 may have wrapped it, and torch 2.11 frees parameters after a wrapped call.
-        output = type(self).finish(self, x, readout, context)
-        return BlockOutput(output, *((final_state, mixer_input) if output_state else (None, None)), belief, posterior)
-
-    def _step(self, x: Tensor, pool: Any, step: BlockStep) -> BlockOutput:
-        """Apply the block to one token for each row."""
-        if step.update is None:
-            mixer_input = self.norm(x)
-        elif is_plain(self.norm, RMSNorm):
-            x, mixer_input = self.norm.add(step.update, x)
+        x, mixer_input = self._normalize(x, update)
+        belief = posterior = None
+        if slots is not None:
+            final_state = state
+            readout, context = self.mixer.read_step(mixer_input, state, slots)
         else:
-            x = x + step.update
-            mixer_input = self.norm(x)
-        readout, context = self.mixer.read_step(mixer_input, pool, step.slots)
+            variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
+            (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
+            readout = sample_gaussian(mean, var) if sample and var is not None else mean
+            belief = self._output_belief(mean, var, final_state, context) if output_belief else None
+            posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
         total, last = self._summands(x, readout, context)
-        if step.defer:
-            return BlockOutput(total, pool, mixer_input, None, None, last)
-        return BlockOutput(total + last, pool, mixer_input, None, None)
+        output, deferred = (total, last) if defer else (total + last, None)
+        returned = (final_state, mixer_input) if output_state else (None, None)
+        return BlockOutput(output, *returned, belief, posterior, deferred)
+
+    def _normalize(self, x: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return the sum of x and `update`, and its norm."""
+        if update is None:
+            return x, self.norm(x)
+        if is_plain(self.norm, RMSNorm):
+            return self.norm.add(update, x)
+        x = x + update
+        return x, self.norm(x)
 
     def finish(self, residual: Tensor, readout: Tensor, context: object) -> Tensor:
         """Compute the block's output from a read-out.

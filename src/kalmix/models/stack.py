@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
-from kalmix.models.blocks import Block, BlockOutput, BlockStep, Posterior
+from kalmix.layers.modules import is_plain
+from kalmix.models.blocks import Block, BlockOutput, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
@@ -179,14 +181,14 @@ class BlockStack(nn.ModuleList):
                 plain = not (output_beliefs or output_posterior)
                 slots = cache.slots(index, mixer, x) if plain else None
                 state = cache.get_state(index, mixer, slots)
-            if update is not None and slots is None:
+            fuses = slots is not None or _is_bare(block)
+            if update is not None and not fuses:
                 x, update = x + update, None
-            step = None
-            if slots is not None:
-                step = BlockStep(slots, update, defer=not (last or output_hidden_states))
             output = block(
                 *(x, state, segments),
-                step=step,
+                slots=slots,
+                update=update,
+                defer=fuses and not (last or output_hidden_states),
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,
@@ -228,6 +230,21 @@ class BlockStack(nn.ModuleList):
             `[S, B, T, D]`, residual stream after the last block.
         """
         return self.last_block.finish(posterior.residual, readout, posterior.context)
+
+
+def _is_bare(block: Any) -> bool:
+    """Return whether a call of the block runs its `forward` only, in eager code.
+
+    Only then may blocks leave an addition to the next block: hooks must see whole residual streams, checkpoints must
+    not store two tensors instead of one, and compiled blocks must not differ in their arguments.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and isinstance(block, Block)
+        and is_plain(block, type(block))
+        and block._compiled_call_impl is None
+        and not getattr(block, "gradient_checkpointing", False)
+    )
 
 
 def attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
