@@ -149,10 +149,24 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         belief: Any,
         segments: Segments | None,
         times: Tensor | None,
-    ) -> Filtered:
+    ) -> tuple[Filtered, Dynamics]:
         """Estimate the state with `kalmix.ops.attend`."""
-        value_dynamics = None if self.value_dynamics is None else self.value_dynamics(belief_dtype(v.dtype))
-        return self._attend(q, k, v, value_dynamics, variance, belief, segments=segments, times=times)
+        parameters, value_dynamics, state_dynamics = self._attend_parameters(v)
+        if self.robust_weights.floor is None:
+            parameters.pop("floor", None)  # a fused part returns zeros
+        options = {"segments": segments, "times": times}
+        return self._attend(q, k, v, value_dynamics, variance, belief, parameters, **options), state_dynamics
+
+    def _attend_parameters(self, v: Tensor) -> tuple[dict[str, Tensor], Dynamics | None, Dynamics]:
+        """Return the arguments of `attend` that depend on parameters only, and the dynamics of values and of states.
+
+        The dynamics of values are `None` if they are those of keys.
+        """
+        parameters = attend_parameters(v, self.dynamics, self.robust_weights)
+        if self.value_dynamics is None:
+            return parameters, None, Dynamics(*(parameters[name] for name in Dynamics._fields))
+        value_dynamics = Dynamics(**attend_parameters(v, self.value_dynamics, None))
+        return parameters, value_dynamics, value_dynamics
 
     def read_step(self, x: Tensor, pool: HistoryBelief, slots: Slots) -> tuple[Tensor, None]:
         """Return the read-out `[B, 1, 2 H C]` of one token per row, and no context; update the pool in place.
@@ -161,11 +175,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """
         q, k, v = self.project(x)
         with torch.autocast(x.device.type, enabled=False):
-            parameters = attend_parameters(v, self.dynamics, self.robust_weights)
-            state_dynamics = Dynamics(*(parameters[name] for name in Dynamics._fields))
-            value_dynamics = None
-            if self.value_dynamics is not None:
-                value_dynamics = state_dynamics = Dynamics(**attend_parameters(v, self.value_dynamics, None))
+            parameters, value_dynamics, state_dynamics = self._attend_parameters(v)
             filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
             is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction
             if is_plain and can_fuse_step(v, (self.residual, *state_dynamics)):

@@ -186,10 +186,9 @@ class ControlledFilter(AdaptiveFilterAttention):
         state_variance: Tensor | None,
         v: Tensor,
         horizon: Tensor | None,
-        dynamics: Dynamics | None = None,
+        dynamics: Dynamics,
     ) -> tuple[Tensor, Tensor | None]:
         """Predict the state, apply the control, and return it with its complex variance."""
-        dynamics = self.state_dynamics(estimate.dtype) if dynamics is None else dynamics
         predicted, state_variance = super().predict_state(estimate, state_variance, v, horizon, dynamics)
         duration = estimate.new_ones(()) if horizon is None else horizon.to(estimate.dtype)
         steered = self.waypoint_control(predicted.to(estimate.dtype), -dynamics.log_decay, duration)

@@ -101,7 +101,9 @@ class RadialTangentialAttention(TrajectoryLayer):
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics, with noises averaged over channels: one is along the direction, the others across it."""
-        dynamics = self.dynamics(dtype)
+        return self._averaged(self.dynamics(dtype))
+
+    def _averaged(self, dynamics: Dynamics) -> Dynamics:
         radial_share = 1 / self.sizes.key_width
         noises = (radial_share * noise[:, 0] + (1 - radial_share) * noise[:, 1] for noise in dynamics[2:])
         return Dynamics(*dynamics[:2], *noises)
@@ -115,9 +117,11 @@ class RadialTangentialAttention(TrajectoryLayer):
         belief: Any,
         segments: Segments | None,
         times: Tensor | None,
-    ) -> Filtered:
+    ) -> tuple[Filtered, Dynamics]:
         """Call `kalmix.ops.attend_radial`."""
         dtype = belief_dtype(q.dtype)
-        arguments: dict[str, Any] = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        dynamics = self.dynamics(dtype)
+        arguments: dict[str, Any] = dynamics._asdict() | self.robust_weights(dtype)
         arguments |= {"window": self.window, "variance": variance, "kernel": self.kernel}
-        return ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **arguments)
+        filtered = ops.attend_radial(q, k, v, belief=belief, segments=segments, times=times, **arguments)
+        return filtered, self._averaged(dynamics)

@@ -170,7 +170,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
         belief: RecurrentAFAState | None,
         segments: Segments | None,
         times: Tensor | None,
-    ) -> Filtered:
+    ) -> tuple[Filtered, Dynamics]:
         """Run the filter token by token; see the class."""
         dtype, (batch, length, heads, width) = belief_dtype(v.dtype), v.shape
         count = batch if segments is None else segments.count
@@ -188,21 +188,22 @@ class RecurrentFilterAttention(TrajectoryLayer):
             positions = torch.where(belief.precision[:, 0, :1, 0] > 0, 0, -1)
             check_times(times, (belief.time[:, 0, :, 0], positions), segments, {"B": batch, "T": length}, v.device)
             times = times.detach().double()
+        dynamics = self.state_dynamics(dtype)
         if min(count, batch, length) == 0:
-            return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief)
+            return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief), dynamics
         segment_ids = None if segments is None else segments.segment_ids(batch, length)
-        parameters = (*self.state_dynamics(dtype), *self.robust_weights(dtype).values(), self.residual.to(dtype))
+        parameters = (*dynamics, *self.robust_weights(dtype).values(), self.residual.to(dtype))
         if uses_triton("recurrent_afa", q) and q.dtype == k.dtype == v.dtype and width <= MAX_TRITON_WIDTH:
             log_decay, frequency, process, noise, _, nu, temperature, residual = parameters
             params = torch.stack([-log_decay, process, noise, nu, temperature, residual])
             rows = None if segments is None else segments.rows
             means, variances, *final = _filter(q, k, v, *belief, params, frequency, times, rows, self.iterations)[:5]
-            return Filtered(means, variances, RecurrentAFAState(*final))
+            return Filtered(means, variances, RecurrentAFAState(*final)), dynamics
         run = _compiled_op if torch.compiler.is_compiling() else _run_filter
         optional = [x for x in (times, segment_ids) if x is not None]
         options = [self.iterations, times is not None, segment_ids is not None]
         means, variances, *final = run([q, k, v, *belief, *parameters, *optional], options)
-        return Filtered(means.to(v.dtype), variances, RecurrentAFAState(*final))
+        return Filtered(means.to(v.dtype), variances, RecurrentAFAState(*final)), dynamics
 
 
 def _run_filter(tensors: list[Tensor], options: list[int]) -> list[Tensor]:

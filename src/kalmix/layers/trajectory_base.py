@@ -144,8 +144,11 @@ class TrajectoryLayer(Mixer):
         belief: Any,
         segments: Segments | None,
         times: Tensor | None,
-    ) -> Filtered:
-        """Estimate the state at each token from q, k and v `[B, T, H, 2 C]`, as `kalmix.ops.attend` does."""
+    ) -> tuple[Filtered, Dynamics]:
+        """Estimate the state at each token from q, k and v `[B, T, H, 2 C]`, as `kalmix.ops.attend` does.
+
+        Return the estimates, and the dynamics of the estimated states.
+        """
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics of the estimated states."""
@@ -194,8 +197,8 @@ class TrajectoryLayer(Mixer):
         q, k, v = self.project(mask_outside(x, segment_ids))
         with torch.autocast(x.device.type, enabled=False):
             needs_variance = variance or self.confidence is not None
-            filtered = self.estimate(q, k, v, needs_variance, previous, segments, times)
-            mean, state_variance = self.predict_state(*self.mix_residual(filtered, v), v, horizon)
+            filtered, dynamics = self.estimate(q, k, v, needs_variance, previous, segments, times)
+            mean, state_variance = self.predict_state(*self.mix_residual(filtered, v), v, horizon, dynamics)
         mean = mask_outside(mean.flatten(2), segment_ids)
         if not variance or state_variance is None:
             return Filtered(mean, None, filtered.belief), segment_ids
@@ -240,7 +243,7 @@ class TrajectoryLayer(Mixer):
         state_variance: Tensor | None,
         v: Tensor,
         horizon: Tensor | None,
-        dynamics: Dynamics | None = None,
+        dynamics: Dynamics,
     ) -> tuple[Tensor, Tensor | None]:
         """Predict the state `horizon` after each token.
 
@@ -249,7 +252,7 @@ class TrajectoryLayer(Mixer):
             state_variance: its complex variance `[B, T, H, 1 or C]`, or `None`.
             v: the tokens' own values `[B, T, H, 2 C]`.
             horizon: `[B, T]`; 1 by default.
-            dynamics: result of `state_dynamics`, if it is computed already.
+            dynamics: dynamics of the states.
 
         Returns:
             The predicted state in the dtype of `v`, and its complex variance.
@@ -258,7 +261,6 @@ class TrajectoryLayer(Mixer):
         if self.predict is None:
             return estimate.to(v.dtype), state_variance
         lag = None if horizon is None else horizon.to(dtype)
-        dynamics = self.state_dynamics(dtype) if dynamics is None else dynamics
         transition = StateTransition.of(dynamics, lag, noise=state_variance is not None)
         predicted = transition(estimate)
         if self.prediction_gate is None:
