@@ -33,7 +33,12 @@ def register_gradients(op: Any, setup: Function, backward: Function, differentia
         return (differentiable if creates_graph else backward)(ctx, *grads)
 
     torch.library.register_autograd(op, gradients, setup_context=prepare)
-    return without_dispatcher(op, prepare, gradients)
+    differentiated, plain = without_dispatcher(op, prepare, gradients), without_dispatcher(op)
+
+    def run(*inputs: Any) -> Any:
+        return (differentiated if torch.is_grad_enabled() else plain)(*inputs)
+
+    return run
 
 
 def differentiate(

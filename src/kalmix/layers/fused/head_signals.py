@@ -202,18 +202,15 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     x, *parameters, raw = ctx.saved_tensors
-    weights, biases, log_rates = parameters[:3], parameters[3:6], parameters[6:]
+    weights, log_rates = parameters[:3], parameters[6:]
     received = [None if grad is None or not grad.numel() else grad for grad in grads[:4]]
     if all(grad is None for grad in received):
         return (None,) * 15
     dx, packed = _head_signals_backward(x, *weights, *log_rates, raw, *received, *ctx.options)
-    sizes, total, width = [0 if w is None else w.shape[0] for w in weights], raw.shape[1], x.shape[-1]
-    dweight, (draw, drate) = packed[: total * width].view(total, width), packed[total * width :].view(2, total)
-    results: list[Tensor | None] = [dx]
-    for part, found in ((weights, dweight), (biases, draw), (log_rates, drate)):
-        pieces = found.split(sizes)
-        results += [None if p is None else g.to(p.dtype).view(p.shape) for p, g in zip(part, pieces, strict=True)]
-    return *results, *[None] * 5
+    columns, width = [0 if w is None else w.shape[0] for w in weights], x.shape[-1]
+    found = packed.split([*(n * width for n in columns), *columns, *columns])
+    results = [None if p is None else g.view(p.shape).to(p.dtype) for p, g in zip(parameters, found, strict=True)]
+    return dx, *results, *[None] * 5
 
 
 def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

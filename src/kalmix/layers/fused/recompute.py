@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from kalmix.layers.fused.dispatch import uses_triton
 
 
-@dataclass(frozen=True)
-class _Recomputation:
+class _Recomputation(NamedTuple):
     """Hooks that replace one tensor among those that autograd stores.
 
     Attributes:

@@ -6,6 +6,7 @@ i % groups of the weight, and a program handles rows of one group.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -129,13 +130,14 @@ def forward(
     """
     y = x.new_empty(x.shape, dtype=dtype)
     total = x.new_empty(0) if total_dtype is None else x.new_empty(x.shape, dtype=total_dtype)
-    rows, groups, constants = _layout(x, weight, options)
+    rows = x.numel() // options.width
+    groups, constants = _constants(weight.numel(), options, ADDS=total_dtype is not None)
     inputs = x.contiguous(), (x if other is None else other).contiguous(), weight.contiguous()
     Launch(
         _forward_kernel,
         (-(-(rows // groups) // constants["ROWS"]), groups),
         (*inputs, y, total, rows, options.eps),
-        constants | {"ADDS": total_dtype is not None},
+        constants,
     ).run()
     return y, total
 
@@ -163,7 +165,8 @@ def backward(
     Returns:
         Gradients of x, the gate (the copy or empty without one) and the weight.
     """
-    rows, groups, constants = _layout(x, weight, options)
+    rows = x.numel() // options.width
+    groups, constants = _constants(weight.numel(), options, ADDS=total_grad is not None, COPIES=copy_dtype is not None)
     tiles = -(-(rows // groups) // constants["ROWS"])
     programs = min(tiles, MAX_PARTIALS, max(128, MAX_PARTIAL_ELEMENTS // weight.numel()))
     dx = x.new_empty(x.shape)
@@ -178,14 +181,14 @@ def backward(
         _backward_kernel,
         (programs, groups),
         (*inputs, dtotal, dx, dgate, partial, rows, tiles, options.eps),
-        constants | {"ADDS": total_grad is not None, "COPIES": copy_dtype is not None},
+        constants,
     ).run()
     return dx, dgate, partial.sum(0).to(weight.dtype)
 
 
-def _layout(x: Tensor, weight: Tensor, options: NormOptions) -> tuple[int, int, dict[str, Any]]:
-    """Return the rows, the groups with a weight of their own, and constants of the kernels."""
-    groups = weight.numel() // options.width
+@cache
+def _constants(columns: int, options: NormOptions, **flags: bool) -> tuple[int, dict[str, Any]]:
+    """Return the groups with a weight of their own, of `columns` in all, and constants of the kernels."""
+    groups = columns // options.width
     constants = {"GROUPS": groups, "N": options.width, **block_of_rows(options.width)}
-    constants |= {"GATE": options.activation, "GATE_FIRST": options.gate_first}
-    return x.numel() // options.width, groups, constants
+    return groups, constants | {"GATE": options.activation, "GATE_FIRST": options.gate_first} | flags
