@@ -153,7 +153,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         """Estimate the state with `kalmix.ops.attend`."""
         parameters, value_dynamics, state_dynamics = self._attend_parameters(v)
         if self.robust_weights.floor is None:
-            parameters.pop("floor", None)  # a fused part returns zeros
+            parameters.pop("floor", None)  # zeros of the fused part
         options = {"segments": segments, "times": times}
         return self._attend(q, k, v, value_dynamics, variance, belief, parameters, **options), state_dynamics
 

@@ -24,7 +24,7 @@ from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
 from kalmix.segments import Segments
 from kalmix.steps import Slots
-from kalmix.types import Belief, Filtered, belief_dtype
+from kalmix.types import Belief, Filtered
 from kalmix.validation import can_check_values, check_positive_int
 
 EPS = 1e-6  # added to lengths before dividing by them
@@ -78,11 +78,9 @@ class FilterAttention(nn.Module):
     def forward(self, signals: Iterable[Tensor], **options: Any) -> Filtered:
         """Call `kalmix.ops.attend` with q, k and v, `[B, T, H, 2 C]` each, and `options`."""
         q, k, v = signals
-        if "slots" in options:
-            parameters = attend_parameters(v, self.dynamics, self.robust_weights)
-        else:
-            dtype = belief_dtype(v.dtype)
-            parameters = self.dynamics(dtype)._asdict() | self.robust_weights(dtype)
+        parameters = attend_parameters(v, self.dynamics, self.robust_weights)
+        if "slots" not in options:
+            parameters.pop("floor", None)  # zeros of the fused part
         return ops.attend(q, k, v, **parameters, **options)
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kalmix.layers.fused.trajectory_step import RawWeights, can_fuse_step, step_parameters
+from kalmix.layers.fused.trajectory_step import RawWeights, can_fuse_parameters, step_parameters
 from kalmix.layers.parametrize import STATE_VARIANCES, StateDynamics, positive
 from kalmix.types import belief_dtype
 
@@ -53,17 +53,17 @@ class RobustWeights(nn.Module):
 
 
 def attend_parameters(x: Tensor, dynamics: StateDynamics, weights: RobustWeights | None) -> dict[str, Tensor]:
-    """Return the arguments of `kalmix.ops.attend` that depend on parameters only, for a step without gradients.
+    """Return the arguments of `kalmix.ops.attend` that depend on parameters only.
 
     One kernel computes them on a GPU.
 
     Args:
-        x: any signal of the step; its dtype and device count.
+        x: any signal of the layer; its dtype and device count.
         dynamics: dynamics of keys or of values.
         weights: parameters of the weights; `None` for the dynamics only.
     """
     raw, raw_weights = dynamics.raw(), None if weights is None else weights.raw()
-    if raw is not None and can_fuse_step(x, (*raw, *(raw_weights or ()))):
+    if raw is not None and can_fuse_parameters(x, (*raw, *(raw_weights or ()))):
         process, key, query = (variance["floor"] for variance in STATE_VARIANCES.values())
         computed, arguments = step_parameters(raw, raw_weights, (process, key, query), dynamics.channels)
         return computed._asdict() | arguments

@@ -49,11 +49,45 @@ def test_parameters_of_both_forms_agree_with_float64(channels, floor, dtype):
         assert not any(found[key].any() for key in missing)
 
 
-def test_parameters_that_need_gradients_are_computed_eagerly():
-    dynamics = StateDynamics(2, 4, 10.0).to(DEVICE)
-    x = torch.ones(2, 1, 3, device=DEVICE)
-    with torch.enable_grad(), form("triton"):
-        assert all(value.requires_grad for value in attend_parameters(x, dynamics, None).values())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("channels", "floor", "given"), [(5, True, None), (1, False, None), (4, None, None), (4, True, 0)]
+)
+def test_gradients_of_parameters_agree_with_float64(channels, floor, given, dtype):
+    """With `given`, only that output has a gradient."""
+    torch.manual_seed(0)
+    dynamics = StateDynamics(7, channels, 10.0).to(DEVICE, dtype)
+    weights = None if floor is None else RobustWeights(7, nu=2.0, floor=floor).to(DEVICE, dtype)
+    for module in (dynamics, weights):
+        for parameter in [] if module is None else module.parameters():
+            parameter.add_(3 * torch.randn_like(parameter))
+    modules = [dynamics, weights]
+    wide = [None if module is None else copy.deepcopy(module).double() for module in modules]
+    factors, results = torch.randn(8, 1, 1, device=DEVICE, dtype=torch.float64), []
+    for name, used in (("eager", wide), ("triton", modules)):
+        x = torch.ones(2, 1, 3, device=DEVICE, dtype=next(used[0].parameters()).dtype)
+        with torch.enable_grad(), form(name):
+            found = attend_parameters(x, *used)
+            names = [key for key in sorted(found) if key != "floor" or floor]
+            names = names if given is None else names[given : given + 1]
+            loss = sum((found[key].double() * w).sum() for key, w in zip(names, factors, strict=False))
+            leaves = [p for module in used if module is not None for p in module.parameters()]
+            results.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for expected, found in zip(*results, strict=True):
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_second_derivatives_of_parameters_agree():
+    dynamics, weights = StateDynamics(2, 3, 10.0).to(DEVICE), RobustWeights(2, nu=2.0, floor=True).to(DEVICE)
+    leaves, results = [*dynamics.parameters(), *weights.parameters()], []
+    for name in ("eager", "triton"):
+        with torch.enable_grad(), form(name):
+            values = attend_parameters(torch.ones(2, 1, 3, device=DEVICE), dynamics, weights).values()
+            grads = torch.autograd.grad(sum(x.pow(3).sum() for x in values), leaves, create_graph=True)
+            results.append(torch.autograd.grad(sum(x.square().sum() for x in grads), leaves))
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize(

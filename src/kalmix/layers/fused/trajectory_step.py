@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.layers.fused.positive import positive
 from kalmix.ops import Dynamics
-from kalmix.ops._shared.custom_op import needs_grad, with_launch_cache
+from kalmix.ops._shared.custom_op import custom_op, needs_grad, with_launch_cache, without_dispatcher
 from kalmix.validation import FLOAT32_STATE_DTYPES
 
 
@@ -42,24 +45,27 @@ class RawWeights(NamedTuple):
     floor: Tensor | None
 
 
-def can_fuse_step(x: Tensor, parameters: Iterable[Tensor | None]) -> bool:
-    """Return whether the functions of this module accept tokens `x` and these parameters: no gradients, no float64.
+def can_fuse_parameters(x: Tensor, parameters: Iterable[Tensor | None]) -> bool:
+    """Return whether `step_parameters` accepts these parameters of a layer with tokens `x`.
 
-    Otherwise, compute their results with PyTorch.
+    Otherwise, compute its results with PyTorch.
     """
-    given = [parameter for parameter in parameters if parameter is not None]
     return (
         uses_triton("trajectory_step", x)
         and not torch.compiler.is_compiling()
-        and all(parameter.dtype in FLOAT32_STATE_DTYPES and parameter.is_contiguous() for parameter in given)
-        and not needs_grad(x, *given)
+        and all(y is None or (y.dtype in FLOAT32_STATE_DTYPES and y.is_contiguous()) for y in parameters)
     )
+
+
+def can_fuse_step(x: Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Return whether `predict_step` accepts tokens `x` and these parameters: as above, and no gradients."""
+    return can_fuse_parameters(x, parameters) and not needs_grad(x, *parameters)
 
 
 def step_parameters(
     dynamics: RawDynamics, weights: RawWeights | None, floors: tuple[float, float, float], channels: int
 ) -> tuple[Dynamics, dict[str, Tensor]]:
-    """Compute the arguments of `attend` that depend on parameters only, in one kernel.
+    """Compute the arguments of `attend` that depend on parameters only, in one kernel; differentiable.
 
     Args:
         dynamics: learned parameters of the dynamics.
@@ -70,12 +76,9 @@ def step_parameters(
     Returns:
         The dynamics, and the arguments `nu`, `temperature` and `floor`, or no arguments without `weights`.
     """
-    heads = dynamics.log_rate.shape[0]
-    result: Tensor = _parameters(*dynamics, *(weights or (None,) * 3), *floors, channels)
-    log_decay, process, key, query, nu, temperature, floor = result[: 7 * heads].view(7, heads).unbind(0)
-    frequency = result[7 * heads :].view(heads, channels)
-    arguments = {} if weights is None else {"nu": nu, "temperature": temperature, "floor": floor}
-    return Dynamics(log_decay, frequency, process, key, query), arguments
+    results = _parameters(*dynamics, *(weights or (None,) * 3), *floors, channels)
+    arguments = {} if weights is None else dict(zip(("nu", "temperature", "floor"), results[5:], strict=True))
+    return Dynamics(*results[:5]), arguments
 
 
 def predict_step(estimate: Tensor, v: Tensor, residual: Tensor, dynamics: Dynamics | None) -> Tensor:
@@ -96,11 +99,93 @@ def predict_step(estimate: Tensor, v: Tensor, residual: Tensor, dynamics: Dynami
     return _predict(estimate, v, residual, *parameters)
 
 
-@with_launch_cache
-def _parameters(*arguments: Tensor | float | None) -> Tensor:
+def _eager(raw: Sequence[Tensor | None], floors: tuple[float, float, float], channels: int) -> tuple[Tensor, ...]:
+    """Compute the results of the kernel with PyTorch."""
+    log_rate, log_step, process, key, query, frequency, log_nu, log_temperature, floor = (
+        None if x is None else x.float() for x in raw
+    )
+    assert log_rate is not None and log_step is not None and frequency is not None
+    step = positive(log_step)
+    variances = [F.softplus(x) + least for x, least in zip((process, key, query), floors, strict=True) if x is not None]
+    turns = torch.cat([frequency, -frequency], -1)[:, :channels] * step[:, None]
+    none = log_step.new_empty(0)
+    nu, temperature = (none if x is None else positive(x) for x in (log_nu, log_temperature))
+    least = none if log_nu is None else torch.zeros_like(log_nu) if floor is None else F.softplus(floor)
+    return -positive(log_rate) * step, turns, variances[0] * step, *variances[1:], nu, temperature, least
+
+
+def _forward_fake(
+    log_rate, log_step, process_noise, key_noise, query_noise, frequency, log_nu, log_temperature, floor,
+    process_floor, key_floor, query_floor, channels,
+):  # fmt: skip
+    heads = log_rate.shape[0]
+    sizes = [heads, (heads, channels), *[heads] * 3, *[0 if log_nu is None else heads] * 3]
+    return tuple(log_rate.new_empty(size, dtype=torch.float32) for size in sizes)
+
+
+def _forward(
+    log_rate: Tensor,
+    log_step: Tensor,
+    process_noise: Tensor,
+    key_noise: Tensor,
+    query_noise: Tensor,
+    frequency: Tensor,
+    log_nu: Tensor | None,
+    log_temperature: Tensor | None,
+    floor: Tensor | None,
+    process_floor: float,
+    key_floor: float,
+    query_floor: float,
+    channels: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.layers.fused.triton.trajectory_step import parameters
 
-    return parameters(arguments)
+    raw = (log_rate, log_step, process_noise, key_noise, query_noise, frequency, log_nu, log_temperature, floor)
+    found = parameters(raw, (process_floor, key_floor, query_floor), channels)
+    return found[0], found[1], found[2], found[3], found[4], found[5], found[6], found[7]
+
+
+def _backward_fake(log_rate, others, grads, process_floor, channels):
+    return [x.new_empty(0 if y is None else y.shape) for x, y in ((log_rate, y) for y in (log_rate, *others))]
+
+
+def _backward(
+    log_rate: Tensor,
+    others: list[Tensor | None],
+    grads: list[Tensor | None],
+    process_floor: float,
+    channels: int,
+) -> list[Tensor]:
+    from kalmix.layers.fused.triton.trajectory_step import parameters_backward
+
+    return parameters_backward((log_rate, *others), grads, process_floor, channels)
+
+
+_parameters_op = custom_op("kalmix::trajectory_parameters", with_launch_cache(_forward), _forward_fake)
+_parameters_backward = without_dispatcher(
+    custom_op("kalmix::trajectory_parameters_backward", with_launch_cache(_backward), _backward_fake)
+)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.floors, ctx.channels = inputs[9:12], inputs[12]
+
+
+def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    log_rate, *others = ctx.saved_tensors
+    found = _parameters_backward(log_rate, others, list(grads), ctx.floors[0], ctx.channels)
+    return *(None if x is None else y for x, y in zip((log_rate, *others), found, strict=True)), *[None] * 4
+
+
+def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+    def function(*raw: Tensor | None) -> tuple[Tensor, ...]:
+        return _eager(raw, ctx.floors, ctx.channels)
+
+    return *differentiate(function, ctx.saved_tensors, grads), *[None] * 4
+
+
+_parameters = register_gradients(_parameters_op, _setup, _gradients, _differentiable_gradients)
 
 
 @with_launch_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,31 +42,86 @@ def _softplus(raw):
 
 
 @triton.jit
+def _slope(raw, KNEE: tl.constexpr):
+    """Return the derivative of the logarithm of `_positive`."""
+    size = tl.abs(raw)
+    return tl.where(size <= KNEE, 1.0, KNEE / tl.where(size <= KNEE, 1.0, size))
+
+
+@triton.jit
 def parameters_kernel(
     log_rate, log_step, process_noise, key_noise, query_noise, frequency, log_nu, log_temperature, floor,
-    process_floor, key_floor, query_floor, result, heads,
+    process_floor, key_floor, query_floor,
+    decay_out, frequency_out, process_out, key_out, query_out, nu_out, temperature_out, floor_out,
     C: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr, FLOOR: tl.constexpr,
     KNEE: tl.constexpr,
 ):  # fmt: skip
     """Compute the parameters of a head."""
     head = tl.program_id(0)
-    at = result + head
     step = _positive(_load(log_step, head), KNEE)
-    tl.store(at, -_positive(_load(log_rate, head), KNEE) * step)
-    tl.store(at + heads, (_softplus(_load(process_noise, head)) + process_floor) * step)
-    tl.store(at + 2 * heads, _softplus(_load(key_noise, head)) + key_floor)
-    tl.store(at + 3 * heads, _softplus(_load(query_noise, head)) + query_floor)
+    tl.store(decay_out + head, -_positive(_load(log_rate, head), KNEE) * step)
+    tl.store(process_out + head, (_softplus(_load(process_noise, head)) + process_floor) * step)
+    tl.store(key_out + head, _softplus(_load(key_noise, head)) + key_floor)
+    tl.store(query_out + head, _softplus(_load(query_noise, head)) + query_floor)
     if WEIGHTS:
-        tl.store(at + 4 * heads, _positive(_load(log_nu, head), KNEE))
-        tl.store(at + 5 * heads, _positive(_load(log_temperature, head), KNEE))
+        tl.store(nu_out + head, _positive(_load(log_nu, head), KNEE))
+        tl.store(temperature_out + head, _positive(_load(log_temperature, head), KNEE))
         value = tl.zeros([], tl.float32)
         if FLOOR:
             value = _softplus(_load(floor, head))
-        tl.store(at + 6 * heads, value)
+        tl.store(floor_out + head, value)
     channel = tl.arange(0, CHANNELS)
     half = tl.load(frequency + head * PAIRS + channel % PAIRS, mask=channel < C, other=0.0).to(tl.float32)
     turn = tl.where(channel < PAIRS, half, -half) * step
-    tl.store(result + 7 * heads + head * C + channel, turn, mask=channel < C)
+    tl.store(frequency_out + head * C + channel, turn, mask=channel < C)
+
+
+@triton.jit
+def _store_grad(grad, head, value):
+    """Store the gradient of the parameter of a head."""
+    tl.store(grad + head, value.to(grad.dtype.element_ty))
+
+
+@triton.jit
+def parameters_backward_kernel(
+    log_rate, log_step, process_noise, key_noise, query_noise, frequency, log_nu, log_temperature, floor,
+    process_floor,
+    decay_grad, frequency_grad, process_grad, key_grad, query_grad, nu_grad, temperature_grad, floor_grad,
+    d_rate, d_step, d_process, d_key, d_query, d_frequency, d_nu, d_temperature, d_floor,
+    C: tl.constexpr, PAIRS: tl.constexpr, CHANNELS: tl.constexpr, WEIGHTS: tl.constexpr, FLOOR: tl.constexpr,
+    GRADS: tl.constexpr, KNEE: tl.constexpr,
+):  # fmt: skip
+    """Compute gradients of the learned parameters of a head; bit i of `GRADS` says whether output i has a gradient."""
+    head, zero = tl.program_id(0), tl.zeros([], tl.float32)
+    raw_step, raw_rate, raw_process = _load(log_step, head), _load(log_rate, head), _load(process_noise, head)
+    step, rate = _positive(raw_step, KNEE), _positive(raw_rate, KNEE)
+    decay = _load(decay_grad, head) if GRADS & 1 else zero
+    process = _load(process_grad, head) if GRADS & 4 else zero
+    key = _load(key_grad, head) if GRADS & 8 else zero
+    query = _load(query_grad, head) if GRADS & 16 else zero
+    _store_grad(d_rate, head, -decay * step * rate * _slope(raw_rate, KNEE))
+    _store_grad(d_process, head, process * step * tl.sigmoid(raw_process))
+    _store_grad(d_key, head, key * tl.sigmoid(_load(key_noise, head)))
+    _store_grad(d_query, head, query * tl.sigmoid(_load(query_noise, head)))
+    collected = process * (_softplus(raw_process) + process_floor) - decay * rate
+    pair = tl.arange(0, CHANNELS)
+    turn = tl.zeros([CHANNELS], tl.float32)
+    if GRADS & 2:
+        turn += tl.load(frequency_grad + head * C + pair, mask=pair < PAIRS, other=0.0)
+        turn -= tl.load(frequency_grad + head * C + PAIRS + pair, mask=pair < C - PAIRS, other=0.0)
+    half = tl.load(frequency + head * PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    collected += tl.sum(half * turn, axis=0)
+    tl.store(d_frequency + head * PAIRS + pair, (turn * step).to(d_frequency.dtype.element_ty), mask=pair < PAIRS)
+    _store_grad(d_step, head, collected * step * _slope(raw_step, KNEE))
+    if WEIGHTS:
+        raw_nu, raw_temperature = _load(log_nu, head), _load(log_temperature, head)
+        nu = _load(nu_grad, head) if GRADS & 32 else zero
+        temperature = _load(temperature_grad, head) if GRADS & 64 else zero
+        _store_grad(d_nu, head, nu * _positive(raw_nu, KNEE) * _slope(raw_nu, KNEE))
+        _store_grad(d_temperature, head, temperature * _positive(raw_temperature, KNEE) * _slope(raw_temperature, KNEE))
+    if FLOOR:
+        least = _load(floor_grad, head) if GRADS & 128 else zero
+        _store_grad(d_floor, head, least * tl.sigmoid(_load(floor, head)))
 
 
 @triton.jit
@@ -96,20 +152,46 @@ def predict_kernel(
     tl.store(at + C, imaginary.to(result.dtype.element_ty), mask=inside)
 
 
-def parameters(arguments: tuple[Any, ...]) -> Tensor:
-    """Return `[7, H]` parameters of heads, then frequencies `[H, C]`, in one contiguous tensor.
+def parameters(raw: Sequence[Tensor | None], floors: tuple[float, float, float], channels: int) -> list[Tensor]:
+    """Return log-decays, frequencies, three variances, and the parameters of weights (empty without weights).
 
     Args:
-        arguments: nine raw parameters, of which the last three may be `None`; floors of three variances; and C.
+        raw: nine learned parameters, of which the last three may be `None`.
+        floors: floors of three variances.
+        channels: C.
     """
-    raw, floors, channels = arguments[:9], arguments[9:12], arguments[12]
-    heads, pairs = raw[5].shape
-    result = torch.empty(heads * (7 + channels), dtype=torch.float32, device=raw[0].device)
-    Launch(parameters_kernel, (heads,), (*(raw[0] if x is None else x for x in raw), *floors, result, heads), {
-        "C": channels, "PAIRS": pairs, "CHANNELS": triton.next_power_of_2(channels),
+    first, frequency = raw[0], raw[5]
+    assert first is not None and frequency is not None
+    heads = first.shape[0]
+    sizes = [(heads,), (heads, channels), *[(heads,)] * 3, *[(heads if raw[6] is not None else 0,)] * 3]
+    results = [torch.empty(size, dtype=torch.float32, device=first.device) for size in sizes]
+    inputs = (first if x is None else x for x in raw)
+    Launch(parameters_kernel, (heads,), (*inputs, *floors, *results), _constants(raw, channels)).run()
+    return results
+
+
+def parameters_backward(
+    raw: Sequence[Tensor | None], grads: Sequence[Tensor | None], process_floor: float, channels: int
+) -> list[Tensor]:
+    """Return gradients of the learned parameters, empty for missing ones; `grads` are those of `parameters`."""
+    first = raw[0]
+    assert first is not None
+    results = [first.new_empty(0) if x is None else x.new_empty(x.shape) for x in raw]
+    inputs = (first if x is None else x for x in raw)
+    upstream = (first if x is None else x.contiguous() for x in grads)
+    constants = _constants(raw, channels) | {"GRADS": sum(1 << i for i, x in enumerate(grads) if x is not None)}
+    arguments = (*inputs, process_floor, *upstream, *results)
+    Launch(parameters_backward_kernel, (first.shape[0],), arguments, constants).run()
+    return results
+
+
+def _constants(raw: Sequence[Tensor | None], channels: int) -> dict[str, Any]:
+    frequency = raw[5]
+    assert frequency is not None
+    return {
+        "C": channels, "PAIRS": frequency.shape[1], "CHANNELS": triton.next_power_of_2(channels),
         "WEIGHTS": raw[6] is not None, "FLOOR": raw[8] is not None, "KNEE": KNEE, "num_warps": 1,
-    }).run()  # fmt: skip
-    return result
+    }  # fmt: skip
 
 
 def predict(
