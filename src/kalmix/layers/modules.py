@@ -29,20 +29,22 @@ def to_state_dtype(x: Tensor) -> Tensor:
     return x.to(belief_dtype(x.dtype))
 
 
-def apply_rotary(x: Tensor, position: Tensor, base: float) -> Tensor:
-    """Apply rotary position embeddings, computed in float32 (float64 if `x` is).
+def apply_rotary(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[Tensor, Tensor]:
+    """Apply rotary position embeddings to queries and keys, computed in float32 (float64 if they are).
 
     Columns j and j + width / 2 rotate together, by base^(-2 j / width) radians per position.
 
     Args:
-        x: `[B, T, heads, width]`, of even width.
+        q: `[B, T, heads, width]`, of even width.
+        k: keys of the same width and dtype; their number of heads may differ.
         position: `[B, T]`.
         base: base of the frequencies.
     """
-    half = x.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=x.device, dtype=belief_dtype(x.dtype)) / half)
+    half = q.shape[-1] // 2
+    frequency = base ** (-torch.arange(half, device=q.device, dtype=belief_dtype(q.dtype)) / half)
     angle = (position[..., None] * frequency)[:, :, None]
-    return rotate_pairs(to_state_dtype(x), angle.cos(), angle.sin()).to(x.dtype)
+    cos, sin = angle.cos(), angle.sin()
+    return rotate_pairs(to_state_dtype(q), cos, sin).to(q.dtype), rotate_pairs(to_state_dtype(k), cos, sin).to(k.dtype)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -113,7 +113,7 @@ class RetNet(MemoryLayer):
         if slots is not None and conv_state is not None:
             past = conv_state[slots.read.clamp(min=0)]
             store_rows((conv_state,), slots, (past + 1,))
-            q, k = (apply_rotary(part, past[:, None], self.rotary_base) for part in (q, k))
+            q, k = apply_rotary(q, k, past[:, None], self.rotary_base)
             return q, k, v, conv_state
         if conv_state is not None:
             sizes = {"N": x.shape[0] if segments is None else segments.count}
@@ -128,7 +128,7 @@ class RetNet(MemoryLayer):
             _, start, stop = segments.rows.long().unbind(1)
             past = torch.zeros_like(start) if conv_state is None else conv_state
             position, after = token + (past - start)[segment_ids.clamp(min=0)], past + stop - start
-        return apply_rotary(q, position, self.rotary_base), apply_rotary(k, position, self.rotary_base), v, after
+        return *apply_rotary(q, k, position, self.rotary_base), v, after
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
         """Return the fixed log-decays, `[B, T, G]`."""
