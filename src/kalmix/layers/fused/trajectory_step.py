@@ -77,7 +77,8 @@ def step_parameters(
         The dynamics, and the arguments `nu`, `temperature` and `floor`, or no arguments without `weights`.
     """
     results = _parameters(*dynamics, *(weights or (None,) * 3), *floors, channels)
-    arguments = {} if weights is None else dict(zip(("nu", "temperature", "floor"), results[5:], strict=True))
+    names = () if weights is None else ("nu", "temperature", "floor")
+    arguments: dict[str, Tensor] = dict(zip(names, results[5:], strict=False))
     return Dynamics(*results[:5]), arguments
 
 
