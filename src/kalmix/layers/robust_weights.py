@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.layers.fused.trajectory_step import RawWeights, can_fuse_parameters, step_parameters
+from kalmix.layers.modules import is_plain
 from kalmix.layers.parametrize import STATE_VARIANCES, StateDynamics, positive
 from kalmix.types import belief_dtype
 
@@ -63,7 +64,8 @@ def attend_parameters(x: Tensor, dynamics: StateDynamics, weights: RobustWeights
         weights: parameters of the weights; `None` for the dynamics only.
     """
     raw, raw_weights = dynamics.raw(), None if weights is None else weights.raw()
-    if raw is not None and can_fuse_parameters(x, (*raw, *(raw_weights or ()))):
+    plain = is_plain(dynamics, StateDynamics) and (weights is None or is_plain(weights, RobustWeights))
+    if plain and raw is not None and can_fuse_parameters(x, (*raw, *(raw_weights or ()))):
         process, key, query = (variance["floor"] for variance in STATE_VARIANCES.values())
         computed, arguments = step_parameters(raw, raw_weights, (process, key, query), dynamics.channels)
         return computed._asdict() | arguments

@@ -145,3 +145,13 @@ def test_a_step_reads_the_present_parameters():
         layer.dynamics.log_rate.add_(3.0)
         second = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
     assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("part", ["dynamics", "weights"])
+def test_hooks_of_parameters_are_called(part):
+    modules = {"dynamics": StateDynamics(2, 3, 10.0).to(DEVICE), "weights": RobustWeights(2, nu=2.0).to(DEVICE)}
+    calls = []
+    modules[part].register_forward_hook(lambda *_: calls.append(1))
+    with form("triton"):
+        attend_parameters(torch.ones(2, 1, 3, device=DEVICE), **modules)
+    assert calls == [1]

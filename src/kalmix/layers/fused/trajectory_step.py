@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
@@ -53,8 +53,14 @@ def can_fuse_parameters(x: Tensor, parameters: Iterable[Tensor | None]) -> bool:
     return (
         uses_triton("trajectory_step", x)
         and not torch.compiler.is_compiling()
-        and all(y is None or (y.dtype in FLOAT32_STATE_DTYPES and y.is_contiguous()) for y in parameters)
+        and all(y is None or _is_plain(y) for y in parameters)
     )
+
+
+def _is_plain(parameter: Tensor) -> bool:
+    """Return whether a parameter is no subclass of a tensor, such as a sharded one, and in a layout of the kernels."""
+    plain = type(parameter) in (Tensor, nn.Parameter)
+    return plain and parameter.dtype in FLOAT32_STATE_DTYPES and parameter.is_contiguous()
 
 
 def can_fuse_step(x: Tensor, parameters: Sequence[Tensor]) -> bool:
