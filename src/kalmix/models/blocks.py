@@ -172,6 +172,26 @@ class Posterior(NamedTuple):
     context: object
 
 
+class Link(NamedTuple):
+    """What a block shares with the rest of a stack.
+
+    Blocks that pass `update` on to the next one add it in the kernel of that block's first norm.
+
+    Attributes:
+        slots: slots of each row in a step, in which the mixer updates its pool of states in place; `None` for other
+            calls.
+        update: `update` of the previous block's output, to be added to the input.
+        defer: whether to return the last summand of the output as `update`, instead of adding it.
+    """
+
+    slots: Slots | None = None
+    update: Tensor | None = None
+    defer: bool = False
+
+
+UNLINKED = Link()
+
+
 class BlockOutput(NamedTuple):
     """Output of a block.
 
@@ -261,13 +281,9 @@ class Block(nn.Module):
         output_state: bool = True,
         output_belief: bool = False,
         output_posterior: bool = False,
-        slots: Slots | None = None,
-        update: Tensor | None = None,
-        defer: bool = False,
+        link: Link = UNLINKED,
     ) -> BlockOutput:
         """Apply the block.
-
-        Blocks that pass `update` on to the next one add it in the kernel of that block's first norm.
 
         Args:
             x: `[B, T, D]`.
@@ -278,16 +294,13 @@ class Block(nn.Module):
             output_state: return the state and the input of the mixer. They contain views, which FSDP2 warns about.
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
-            slots: slots of each row in a step, in which the mixer updates the pool `state` in place; `None` for other
-                calls.
-            update: `update` of the previous block's output, to be added to `x`.
-            defer: whether to return the last summand of the output as `update`, instead of adding it.
+            link: what the block shares with its stack.
         """
-        x, mixer_input = self._normalize(x, update)
+        x, mixer_input = self._normalize(x, link.update)
         belief = posterior = None
-        if slots is not None:
+        if link.slots is not None:
             final_state = state
-            readout, context = self.mixer.read_step(mixer_input, state, slots)
+            readout, context = self.mixer.read_step(mixer_input, state, link.slots)
         else:
             variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
             (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
@@ -295,7 +308,7 @@ class Block(nn.Module):
             belief = self._output_belief(mean, var, final_state, context) if output_belief else None
             posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
         total, last = self._summands(x, readout, context)
-        output, deferred = (total, last) if defer else (total + last, None)
+        output, deferred = (total, last) if link.defer else (total + last, None)
         returned = (final_state, mixer_input) if output_state else (None, None)
         return BlockOutput(output, *returned, belief, posterior, deferred)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import is_plain
-from kalmix.models.blocks import Block, BlockOutput, Posterior
+from kalmix.models.blocks import Block, BlockOutput, Link, Posterior
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
@@ -186,9 +186,7 @@ class BlockStack(nn.ModuleList):
                 x, update = x + update, None
             output = block(
                 *(x, state, segments),
-                slots=slots,
-                update=update,
-                defer=fuses and not (last or output_hidden_states),
+                link=Link(slots, update, defer=fuses and not (last or output_hidden_states)),
                 sample=self.propagate == "sample" and self.training and not last,
                 output_state=output_states or cache is not None,
                 output_belief=output_beliefs,
