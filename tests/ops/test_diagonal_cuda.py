@@ -156,6 +156,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("slots", WIDTHS)
     @pytest.mark.parametrize("tiles", [1, 3])
     def test_agrees_with_the_recursion(self, monkeypatch, slots, tiles):
+        monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
         monkeypatch.setattr("kalmix.ops._diagonal.triton.forward.tile_size", lambda length, *_: -(-length // tiles))
         monkeypatch.setattr(
             "kalmix.ops._diagonal.triton.backward.backward_tile_size", lambda length, *_: -(-length // tiles)

@@ -33,6 +33,8 @@ SIZES = {"N": 3, "H": 2, "K": 4, "G": 2, "V": 4}
 
 
 class Binary:
+    function = packed_metadata = None
+
     def __init__(self, log):
         self.log, self.run = log, "loaded"
 
@@ -119,9 +121,15 @@ def test_kernels_are_looked_up_once_per_layout(log):
         assert torch.equal(launch_cached(call, layout), layout + 1)
         assert log == expected
         log.clear()
+    compile_and_launch._LAUNCH_CACHE.clear()
+    launch_cached(call, x)
+    log.clear()
     one, two = two, one
     launch_cached(call, x)
     assert log == [looked_up] * 2
+    log.clear()
+    compile_and_launch._LAUNCH_CACHE.clear()
+    launch_cached(call, x)
     log.clear()
     options = {"SIZE": 8}
     launch_cached(call, x)

@@ -2,14 +2,15 @@
 
 `precompile` runs a function without executing its kernels, and compiles them in parallel: one after another they would
 make a first call slow. `launch_cached` stores the compiled kernels of a call and launches them again in calls with the
-same layout, because Triton's own lookup takes longer than a short kernel.
+same layout, because Triton's own lookup takes longer than a short kernel. If it can, it also replays all that the call
+did, since its Python code takes longer than short kernels, too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -18,7 +19,11 @@ import torch
 import triton
 from torch import Tensor
 from triton import knobs
+from triton.runtime import driver
 
+from kalmix.ops._shared.triton.replay import STREAM, Recorder, Replay
+
+RUN_TAKES_STREAM = triton.__version__.startswith("3.6.")  # as an argument of `run` of binaries: it is not public
 MAX_CACHED_CALLS = 1024  # calls of different layouts whose launches are stored
 
 
@@ -61,10 +66,18 @@ def launch_on_side_stream(launch: Launch) -> Callable[[], None]:
     if knobs.runtime.interpret or is_dry_run():
         launch.run()
         return lambda: None
+    launcher = _LAUNCHER.get()
+    if isinstance(launcher, _CachingLauncher):
+        return launcher.launch_on_side_stream(launch)
+    return _run_on_side_stream(launch.run)
+
+
+def _run_on_side_stream(run: Callable[..., object], *arguments: Any) -> Callable[[], None]:
+    """Call `run` on the side stream; return a function that makes the current stream wait."""
     current, side = torch.cuda.current_stream(), _high_priority_stream(torch.cuda.current_device())
     side.wait_stream(current)
     with torch.cuda.stream(side):
-        launch.run()
+        run(*arguments)
     return partial(current.wait_event, side.record_event())
 
 
@@ -92,9 +105,11 @@ def precompile(function: Callable[..., object], *arguments: Any) -> None:
 def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callable[..., object] | None = None) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
-    Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, and if all
-    other arguments are equal. What `function` launches must depend on the layout, never on values of tensors. If a
-    kernel, its options or its integer arguments differ from the earlier call, Triton looks that kernel up again.
+    Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, if the same
+    arguments are one tensor, and if all other arguments are equal. What `function` does must depend on the layout,
+    never on other state. The first call stores the binaries of its kernels, the second one records what it does, and
+    later ones replay that: see `Recorder`. A function that cannot be recorded runs in every call; if a kernel, its
+    options or its integer arguments then differ from the earlier call, Triton looks that kernel up again.
 
     Args:
         function: launches kernels.
@@ -103,17 +118,28 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
     """
     if knobs.runtime.interpret or is_dry_run():
         return function(*arguments)
-    layout = (function, torch.cuda.current_device(), *map(_layout, arguments))
+    tensors: list[Tensor] = []
+    layout = (function, torch.cuda.current_device(), *_layout(arguments, tensors))
+    ids = [id(x) for x in tensors]
+    if len(set(ids)) < len(ids):
+        layout = (*layout, *map(ids.index, ids))
     cached = _LAUNCH_CACHE.get(layout)
+    if isinstance(cached, Replay):
+        if _has_hooks():
+            return function(*arguments)
+        return cached(tensors, driver.active.get_current_stream(layout[1]) if cached.uses_stream else None)
     if cached is None and dry_run is not None:
         precompile(dry_run, *arguments)
-    launcher = _CachingLauncher(cached or [])
-    with _use_launcher(launcher):
+    records = cached is not None and cached.may_be_recorded and not _has_hooks()
+    recorder = Recorder(tensors) if records else None
+    launcher = _CachingLauncher(cached.launches if cached is not None else [], recorder)
+    with _use_launcher(launcher), nullcontext() if recorder is None else recorder:
         result = function(*arguments)
-    if cached is None or launcher.changed:
+    if cached is None or launcher.changed or recorder is not None:
         if len(_LAUNCH_CACHE) >= MAX_CACHED_CALLS:
             _LAUNCH_CACHE.clear()
-        _LAUNCH_CACHE[layout] = launcher.launches
+        replay = None if recorder is None else recorder.replay(result)
+        _LAUNCH_CACHE[layout] = replay or _CachedCall(launcher.launches, may_be_recorded=cached is None)
     return result
 
 
@@ -132,13 +158,45 @@ class _CachedLaunch(NamedTuple):
     placeholders: tuple[None, ...]
 
 
+class _CachedCall(NamedTuple):
+    """Cache entry of a call that is not replayed."""
+
+    launches: list[_CachedLaunch]
+    may_be_recorded: bool
+
+
 class _CachingLauncher:
     """Launcher that reuses the binaries of an earlier call with the same layout, and stores those of this call."""
 
-    def __init__(self, cached: list[_CachedLaunch]) -> None:
-        self.cached, self.launches, self.changed = cached, [], False
+    def __init__(self, cached: list[_CachedLaunch], recorder: Recorder | None) -> None:
+        self.cached, self.launches, self.changed, self.recorder = cached, [], False, recorder
 
     def __call__(self, launch: Launch) -> None:
+        if self.recorder is None:
+            self._run(launch)
+            return
+        with torch._C.DisableTorchFunction():  # launches read addresses, which is not part of the recording
+            run, arguments = self._run(launch)
+        binary = self.launches[-1].binary
+        if binary is not None and RUN_TAKES_STREAM:
+            grid = (*launch.grid, 1, 1)[:3]
+            arguments = (*grid, STREAM, binary.function, binary.packed_metadata, None, None, None, *arguments)
+            self.recorder.add(binary.run, arguments, takes_addresses=True)
+        else:
+            self.recorder.add(run, arguments, takes_addresses=False)
+
+    def launch_on_side_stream(self, launch: Launch) -> Callable[[], None]:
+        """Do the same on a side stream; return a function that makes the current stream wait."""
+        if self.recorder is None:
+            return _run_on_side_stream(self._run, launch)
+        calls: list[Any] = []
+        with torch._C.DisableTorchFunction():
+            wait = _run_on_side_stream(lambda: calls.append(self._run(launch)))
+        run, arguments = calls[0]
+        return self.recorder.add_asynchronous(partial(_run_on_side_stream, run), arguments, wait)
+
+    def _run(self, launch: Launch) -> tuple[Callable[..., object], tuple[Any, ...]]:
+        """Launch a kernel; return a function that does this, and its arguments."""
         kernel, grid, arguments, options = launch
         index, integers = len(self.launches), [x for x in arguments if type(x) is int]
         entry = self.cached[index] if index < len(self.cached) else None
@@ -149,10 +207,18 @@ class _CachingLauncher:
             and entry.integers == integers
             and entry.options == options
         ):
-            entry.binary[(*grid, 1, 1)[:3]](*arguments, *entry.placeholders)
+            run, arguments = entry.binary[(*grid, 1, 1)[:3]], (*arguments, *entry.placeholders)
+            run(*arguments)
         else:
             entry, self.changed = _CachedLaunch(kernel, options, integers, *_launch(launch)), True
+            run = partial(kernel[grid], **options)
         self.launches.append(entry)
+        return run, arguments
+
+
+def _has_hooks() -> bool:
+    """Return whether Triton must call functions, such as those of a profiler, before or after launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
 def _launch(launch: Launch) -> tuple[Any, tuple[None, ...]]:
@@ -176,7 +242,7 @@ def _load(future: Future[Any]) -> None:
 _LAUNCHER: ContextVar[Callable[[Launch], Any]] = ContextVar("launcher", default=_launch)
 _DRY_RUN: ContextVar[bool] = ContextVar("dry_run", default=False)
 _PRECOMPILED: set[Any] = set()  # keys of calls in `precompile`
-_LAUNCH_CACHE: dict[Any, list[_CachedLaunch]] = {}
+_LAUNCH_CACHE: dict[Any, _CachedCall | Replay] = {}
 
 
 @contextmanager
@@ -212,7 +278,13 @@ def _size_class(x: Tensor) -> tuple[Any, ...]:
     return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:]
 
 
-def _layout(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.data_ptr() % 16
-    return tuple(map(_layout, x)) if isinstance(x, list) else x
+def _layout(arguments: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
+    """Return the layout of arguments, and append their tensors to `tensors`."""
+    layout: list[Any] = []
+    for x in arguments:
+        if isinstance(x, Tensor):
+            tensors.append(x)
+            layout.append((x.dtype, x.shape, x.stride(), x.data_ptr() % 16))
+        else:
+            layout.append(_layout(x, tensors) if isinstance(x, list) else x)
+    return tuple(layout)
