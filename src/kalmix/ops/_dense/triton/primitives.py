@@ -91,7 +91,8 @@ def time_splits(
 def split_tiles(x: Tensor, intervals: list[Tiling]) -> tuple[Tensor, ...]:
     """Split a flat tensor that has equally many elements for each tile into the tiles of each interval."""
     counts = [tiling.num_tiles for tiling in intervals]
-    return x.view(sum(counts), -1).split(counts)
+    tiles = x.view(sum(counts), -1)
+    return tiles.split(counts) if len(counts) > 1 else (tiles,)
 
 
 def reduce_to_inputs(
