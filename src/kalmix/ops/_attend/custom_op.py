@@ -31,9 +31,8 @@ def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | N
         copy_kv = weighting.causal
         layout, index = _segment_layout(signals, belief, segments)
     else:
-        layout_q, layout_k, layout_v = (
-            x.detach()[..., :0] if unused else x for x, unused in ((q, is_plain), (k, copy_kv), (v, copy_kv))
-        )
+        unused = k.detach()[..., :0]
+        layout_q, layout_k, layout_v = unused if is_plain else q, *((unused, unused) if copy_kv else (k, v))
         layout, index = make_layout(layout_q, layout_k, layout_v, times, belief, segments, weighting.window), None
     tensors = (q, k, v) if is_plain else (layout.q, layout.k, layout.v)
     value_model = keys if values is None else values
@@ -267,12 +266,13 @@ def _save(ctx, inputs, output):
 def _autograd_backward(ctx, grad_mean, grad_log_precision, grad_keys, grad_values, *_):
     *saved, frequency, value_frequency, times, rank, head_params = ctx.saved_tensors
     grad_mean = saved[0].new_zeros(ctx.shape) if grad_mean is None else grad_mean
-    grad_log_precision = torch.zeros_like(saved[0]) if grad_log_precision is None else grad_log_precision
+    *_config, masked, variance, _dtype = ctx.options
+    if grad_log_precision is None:
+        grad_log_precision = torch.zeros_like(saved[0]) if variance else saved[0]
     frequencies = (frequency, value_frequency)
     grad_q, grad_k, grad_v, *grads, grad_head_params = _attend_backward(
         grad_mean, grad_log_precision, saved, *frequencies, times, rank, head_params, *ctx.options
     )
-    *_config, masked, _variance, _dtype = ctx.options
 
     def add(grad: Tensor, copied: Tensor | None) -> Tensor:
         if copied is None or not copied.numel():

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.nn.functional import pad
 
 from kalmix.ops._attend.scores import ScoreConfig
 from kalmix.ops._attend.triton.block_masks import (
@@ -23,7 +22,7 @@ from kalmix.ops._attend.triton.block_masks import (
     load_tokens,
     visible_block_range,
 )
-from kalmix.ops._attend.triton.forward import MIN_SCORE, launch_shape
+from kalmix.ops._attend.triton.forward import MIN_SCORE, launch_shape, split_slices
 from kalmix.ops._attend.triton.parameters import (
     PARTIAL_SUMS,
     add_key_side_grads,
@@ -336,17 +335,15 @@ def backward(
     slices = value_heads // grad_mean.shape[2]
 
     def join_slices(x: Tensor) -> Tensor:
-        return x.unflatten(2, (-1, slices)).flatten(3)[..., :value_width]
+        return x if slices == 1 else x.unflatten(2, (-1, slices)).flatten(3)[..., :value_width]
 
     qk_frequency_grads = frequency_grad_buffers(q, k)
     value_frequency_grads = frequency_grad_buffers(grad_mean, join_slices(v))
     grad_output = rotate_backward(
         grad_mean, join_slices(output), times, rank, value_frequency, True, masked, v.dtype, value_frequency_grads[0],
-        weight_sums[:, ::slices].contiguous(),
+        weight_sums if slices == 1 else weight_sums[:, ::slices].contiguous(),
     )  # fmt: skip
-    padding = slices * slice_width - value_width
-    grad_output = pad(grad_output, (0, padding)) if padding else grad_output
-    grad_output = grad_output.unflatten(3, (slices, slice_width)).flatten(2, 3)
+    grad_output = split_slices(grad_output, slices, slice_width)
     float32 = {"dtype": torch.float32, "device": q.device}
     query_tiles, key_tiles = (
         rule(launch.compiled, q.dtype, shared_memory(q.device)) for rule in (query_grad_tiles, key_grad_tiles)

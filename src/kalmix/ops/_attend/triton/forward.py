@@ -214,6 +214,13 @@ def launch_shape(q: Tensor, k: Tensor, v: Tensor, config: ScoreConfig, masked: b
     return LaunchShape((value_heads, count), sizes, compiled)
 
 
+def split_slices(x: Tensor, slices: int, width: int) -> Tensor:
+    """Split rows `[R, T, G, V]` in slices `[R, T, G slices, width]`, padded with zeros."""
+    if slices == 1:
+        return x
+    return pad(x, (0, slices * width - x.shape[3])).unflatten(3, (slices, width)).flatten(2, 3)
+
+
 def forward(
     q: Tensor, k: Tensor, v: Tensor, frequency: Tensor, value_frequency: Tensor, times: Tensor, rank: Tensor,
     head_params: Tensor, config: ScoreConfig, masked: bool, variance: bool, copy_kv: bool, dtype: torch.dtype,
@@ -234,8 +241,7 @@ def forward(
     q = rotate(q, times, rank, frequency, *options, queries.norms, nonfinite_mode=1)
     k = rotate(k, times, rank, frequency, *options, keys.norms, copies[0], nonfinite_mode=1)
     value = rotate(v, times, rank, value_frequency, *options, keys.norms, copies[1], nonfinite_mode=2)
-    padding = slices * width - v.shape[3]
-    value = (pad(value, (0, padding)) if padding else value).unflatten(3, (slices, width)).flatten(2, 3)
+    value = split_slices(value, slices, width)
     launch = launch_shape(q, k, value, config, masked, variance)
     tokens, padded_tokens = q.shape[1], queries.features.shape[3]
     output = torch.empty(*q.shape[:2], *value.shape[2:], **float32)
@@ -247,6 +253,6 @@ def forward(
         *launch.sizes,
     )  # fmt: skip
     Launch(attend_kernel, (-(-tokens // tile["M"]), *launch.grid), args, launch.compiled | tile).run()
-    joined = output.unflatten(2, (-1, slices)).flatten(3)[..., : v.shape[3]]
+    joined = output if slices == 1 else output.unflatten(2, (-1, slices)).flatten(3)[..., : v.shape[3]]
     mean = rotate(joined, times, rank, value_frequency, True, False, v.dtype)
     return mean, log_precision, *copies, output, q, k, value, max_scores, weight_sums, *queries, *keys
