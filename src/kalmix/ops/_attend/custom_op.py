@@ -31,7 +31,7 @@ def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | N
         copy_kv = weighting.causal
         layout, index = _segment_layout(signals, belief, segments)
     else:
-        unused = k.detach()[..., :0]
+        unused = belief.keys.new_empty(*k.shape[:3], 0)
         layout_q, layout_k, layout_v = unused if is_plain else q, *((unused, unused) if copy_kv else (k, v))
         layout, index = make_layout(layout_q, layout_k, layout_v, times, belief, segments, weighting.window), None
     tensors = (q, k, v) if is_plain else (layout.q, layout.k, layout.v)
