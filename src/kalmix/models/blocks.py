@@ -173,7 +173,7 @@ class Posterior(NamedTuple):
 
 
 class Link(NamedTuple):
-    """What a block shares with the rest of a stack.
+    """Link between a block and the other blocks of its stack.
 
     Blocks that pass `update` on to the next one add it in the kernel of that block's first norm.
 
@@ -294,7 +294,7 @@ class Block(nn.Module):
             output_state: return the state and the input of the mixer. They contain views, which FSDP2 warns about.
             output_belief: return the belief about the mixer's output.
             output_posterior: return the posterior of the read-out.
-            link: what the block shares with its stack.
+            link: slots, and the addition that blocks pass on in a stack.
         """
         x, mixer_input = self._normalize(x, link.update)
         belief = posterior = None
