@@ -93,3 +93,23 @@ def test_blocks_leave_additions_to_the_next_block_only_without_hooks(hook):
     grads = [torch.autograd.grad((y * weights).sum(), inputs) for y in (found, expected)]
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(*grads)
+
+
+def test_blocks_that_finish_in_their_own_way_do_so_in_a_stack():
+    class Doubled(Block):
+        def finish(self, residual, readout, context):
+            return 2 * super().finish(residual, readout, context)
+
+    torch.manual_seed(0)
+    stack = BlockStack(Doubled(16, spec) for spec in layer_specs(["gated-deltanet", "kla"], 16, heads=2))
+    x = torch.randn(2, 9, 16)
+    expected = x
+    for block in stack:
+        read = Block.forward(block, expected)
+        assert read.update is None
+        expected = read.hidden_state
+    plain = BlockStack(Block(16, spec) for spec in layer_specs(["gated-deltanet", "kla"], 16, heads=2))
+    plain.load_state_dict(stack.state_dict())
+    doubled = 2 * plain[1](2 * plain[0](x).hidden_state).hidden_state
+    torch.testing.assert_close(stack(x).hidden_state, doubled)
+    torch.testing.assert_close(expected, doubled)

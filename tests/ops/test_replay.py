@@ -119,6 +119,21 @@ def test_scratch_shares_one_allocation(monkeypatch):
     assert all(isinstance(y, torch.Tensor) for y in addresses[-1])
 
 
+def test_a_call_with_another_cached_call_inside_is_not_replayed():
+    def inner(x):
+        y = torch.empty_like(x)
+        Launch(Kernel(copy), (1,), (x, y), {}).run()
+        return y
+
+    def outer(x):
+        return launch_cached(inner, x) + 1
+
+    for value in range(4):
+        assert launch_cached(outer, torch.full((2,), float(value))).tolist() == [value + 1] * 2
+    kinds = {layout[0]: type(entry) for layout, entry in compile_and_launch._LAUNCH_CACHE.items()}
+    assert kinds[inner] is Replay and kinds[outer] is not Replay
+
+
 def test_replay_frees_tensors_after_their_last_use():
     alive, made = [], []
 

@@ -137,7 +137,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         return chain(super().dynamics_parameters(), value_dynamics)
 
     def state_dynamics(self, dtype: torch.dtype) -> Dynamics:
-        """Return the dynamics of values."""
+        """Return the dynamics of values. `estimate` computes its own, with all parameters at once."""
         return (self.dynamics if self.value_dynamics is None else self.value_dynamics)(dtype)
 
     def estimate(

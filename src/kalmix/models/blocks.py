@@ -173,7 +173,7 @@ class Posterior(NamedTuple):
 
 
 class Link(NamedTuple):
-    """Link between a block and the other blocks of its stack.
+    """Slots of a block, and the addition that it takes from the previous block or leaves to the next one.
 
     Blocks that pass `update` on to the next one add it in the kernel of that block's first norm.
 
@@ -307,8 +307,12 @@ class Block(nn.Module):
             readout = sample_gaussian(mean, var) if sample and var is not None else mean
             belief = self._output_belief(mean, var, final_state, context) if output_belief else None
             posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
-        total, last = self._summands(x, readout, context)
-        output, deferred = (total, last) if link.defer else (total + last, None)
+        if link.defer and type(self).finish is Block.finish:
+            output, deferred = self._summands(x, readout, context)
+        else:
+            # Not the instance's `finish`: FSDP2 may have wrapped it, and torch 2.11 frees parameters after a wrapped
+            # call.
+            output, deferred = type(self).finish(self, x, readout, context), None
         returned = (final_state, mixer_input) if output_state else (None, None)
         return BlockOutput(output, *returned, belief, posterior, deferred)
 

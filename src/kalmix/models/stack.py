@@ -239,6 +239,7 @@ def _is_bare(block: Any) -> bool:
     return (
         not torch.compiler.is_compiling()
         and isinstance(block, Block)
+        and type(block).forward is Block.forward
         and is_plain(block, type(block))
         and block._compiled_call_impl is None
         and not getattr(block, "gradient_checkpointing", False)

@@ -64,7 +64,7 @@ def _is_plain(parameter: Tensor) -> bool:
 
 
 def can_fuse_step(x: Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Return whether `predict_step` accepts tokens `x` and these parameters: as above, and no gradients."""
+    """Return whether `predict_step` accepts tokens `x` and these parameters, without gradients."""
     return can_fuse_parameters(x, parameters) and not needs_grad(x, *parameters)
 
 

@@ -103,6 +103,8 @@ def additive(
     sizes = check_update_tokens(k, v, segments)
     if log_decay is not None:
         check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
+    if gain is not None:
+        check_signal("gain", gain, (PER_HEAD,), sizes, v)
     k, v, log_decay, gain = to_state_dtype(v, k, v, log_decay, gain)
     return _sum(k, v, log_decay, gain, segments, sizes)
 

@@ -8,11 +8,13 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief, detach, loadable, take, to
+from kalmix.ops._delta.api import PER_HEAD, PER_KEY
 from kalmix.ops._delta.api import delta as filter_delta
 from kalmix.ops._delta.kernels import KERNELS
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._linear_memory.custom_op import final_memory
 from kalmix.ops._shared.update import check_update_tokens, identity_matrix, multiply, to_state_dtype, uses_triton
+from kalmix.ops._shared.validation import check_signal
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -103,6 +105,9 @@ def delta(
         True
     """
     sizes = check_update_tokens(k, v, segments)
+    check_signal("gain", gain, (PER_HEAD, PER_KEY), sizes, v)
+    if log_decay is not None:
+        check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
     k, v, gain, log_decay = to_state_dtype(v, k, v, gain, log_decay)
     return _map_columns(k, v, gain, log_decay, segments, sizes)
 

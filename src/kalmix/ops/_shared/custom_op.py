@@ -118,7 +118,7 @@ def register_filter_op(
 
 
 class _Wanted:
-    """Which gradients backward passes must compute. They run in other threads."""
+    """Flag that tells backward passes, which run in other threads, to compute the gradient of the prior alone."""
 
     prior_only: bool = False
 
@@ -130,7 +130,8 @@ _WANTED = _Wanted()
 def gradients_of_prior_only() -> Iterator[None]:
     """Let backward passes of filters compute the gradients of incoming beliefs alone, where this is cheaper.
 
-    Call `torch.autograd.grad` inside, for the incoming belief only: other gradients may be missing.
+    Call `torch.autograd.grad` inside, for the incoming belief only: other gradients may be missing. No other backward
+    pass of the process may run meanwhile.
     """
     _WANTED.prior_only = True
     try:

@@ -108,10 +108,11 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
     Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, if the same
-    arguments are one tensor, and if all other arguments are equal. What `function` does must depend on the layout,
-    never on other state. The first call stores the binaries of its kernels. If `REPLAYS`, the second one records what
-    it does, and later ones replay that: see `Recorder`. A function that is not replayed runs in every call; if a
-    kernel, its options or its integer arguments then differ from the earlier call, Triton looks that kernel up again.
+    positions share one tensor object, and if all other arguments are equal. What `function` does must depend on the
+    layout, never on other state. The first call stores the binaries of its kernels. If `REPLAYS`, the second one
+    records what it does, and later ones replay that: see `Recorder`. A function that is not replayed runs in every
+    call; if a kernel, its options or its integer arguments then differ from the earlier call, Triton looks that kernel
+    up again.
 
     Args:
         function: launches kernels.
@@ -134,6 +135,9 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
         precompile(dry_run, *arguments)
     records = REPLAYS and cached is not None and cached.may_be_recorded and not _has_hooks()
     recorder = Recorder(tensors) if records else None
+    outer = _LAUNCHER.get()
+    if isinstance(outer, _CachingLauncher) and outer.recorder is not None:
+        outer.recorder.fail()  # it does not see the launches of this call
     launcher = _CachingLauncher(cached.launches if cached is not None else [], recorder)
     with _use_launcher(launcher), nullcontext() if recorder is None else recorder:
         result = function(*arguments)
@@ -141,7 +145,8 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
         if len(_LAUNCH_CACHE) >= MAX_CACHED_CALLS:
             _LAUNCH_CACHE.clear()
         replay = None if recorder is None else recorder.replay(result)
-        _LAUNCH_CACHE[layout] = replay or _CachedCall(launcher.launches, may_be_recorded=cached is None)
+        may_be_recorded = recorder is None and (cached is None or cached.may_be_recorded)
+        _LAUNCH_CACHE[layout] = replay or _CachedCall(launcher.launches, may_be_recorded)
     return result
 
 
@@ -182,13 +187,14 @@ class _CachingLauncher:
         binary = self.launches[-1].binary
         if binary is not None and RUN_TAKES_STREAM:
             grid = (*launch.grid, 1, 1)[:3]
+            arguments = (*launch.arguments, *self.launches[-1].placeholders)
             arguments = (*grid, STREAM, binary.function, binary.packed_metadata, None, None, None, *arguments)
             self.recorder.add(binary.run, arguments, takes_addresses=True)
         else:
             self.recorder.add(run, arguments, takes_addresses=False)
 
     def launch_on_side_stream(self, launch: Launch) -> Callable[[], None]:
-        """Do the same on a side stream; return a function that makes the current stream wait."""
+        """Launch a kernel on a side stream; return a function that makes the current stream wait."""
         if self.recorder is None:
             return _run_on_side_stream(self._run, launch)
         calls: list[Any] = []

@@ -129,6 +129,10 @@ class Recorder(TorchFunctionMode):
             self._failed = True
         return result
 
+    def fail(self) -> None:
+        """Give up the recording."""
+        self._failed = True
+
     def add(self, launch: Callable[..., Any], arguments: tuple[Any, ...], takes_addresses: bool) -> None:
         """Record a function that launches a kernel and returns nothing.
 
