@@ -60,6 +60,12 @@ def two_groups() -> tuple[Any, ...]:
     return torch.randn(2, 35, 4), *weights, torch.randn(3), None, None, log_rate, None, None, *kinds
 
 
+def raw_parameters() -> tuple[Any, ...]:
+    """Return parameters of AFA's dynamics and weights, floors of variances, and channels."""
+    heads = [torch.randn(2) for _ in range(8)]
+    return *heads[:5], torch.randn(2, 3), *heads[5:], 1e-3, 1e-2, 0.1, 5
+
+
 FUSED = {  # parts of layers: arguments of the op
     "head_signals": two_groups,
     "step_decay": lambda: (torch.randn(2, 5, 6), torch.randn(6), torch.randn(3)),
@@ -78,6 +84,7 @@ FUSED = {  # parts of layers: arguments of the op
     "swiglu": lambda: (torch.randn(2, 5, 6),),
     "add_rms_norm": lambda: (torch.randn(2, 5, 4).half(), torch.randn(2, 5, 4), torch.ones(4), 1e-6, torch.half),
     "linear_cross_entropy": lambda: (*head(), torch.tensor([[3, -100, 6], [0, 2, 2]]), torch.float32, [True] * 3),
+    "trajectory_parameters": raw_parameters,
     "rms_norm": lambda: (torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(4), 4, 1e-6, "silu", False, torch.half),
 }
 RECOMPUTED = {"attend_radial": "rt-afa", "recurrent_afa": "recurrent-afa"}  # op -> layer that calls it if compiled

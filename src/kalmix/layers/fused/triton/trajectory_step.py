@@ -165,7 +165,7 @@ def parameters(raw: Sequence[Tensor | None], floors: tuple[float, float, float],
     heads = first.shape[0]
     sizes = [(heads,), (heads, channels), *[(heads,)] * 3, *[(heads if raw[6] is not None else 0,)] * 3]
     results = [torch.empty(size, dtype=torch.float32, device=first.device) for size in sizes]
-    inputs = (first if x is None else x for x in raw)
+    inputs = (first if x is None else x.contiguous() for x in raw)
     Launch(parameters_kernel, (heads,), (*inputs, *floors, *results), _constants(raw, channels)).run()
     return results
 
@@ -177,7 +177,7 @@ def parameters_backward(
     first = raw[0]
     assert first is not None
     results = [first.new_empty(0) if x is None else x.new_empty(x.shape) for x in raw]
-    inputs = (first if x is None else x for x in raw)
+    inputs = (first if x is None else x.contiguous() for x in raw)
     upstream = (first if x is None else x.contiguous() for x in grads)
     constants = _constants(raw, channels) | {"GRADS": sum(1 << i for i, x in enumerate(grads) if x is not None)}
     arguments = (*inputs, process_floor, *upstream, *results)
