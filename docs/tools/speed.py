@@ -8,7 +8,7 @@ from typing import Any
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results"
 GPU = "nvidia-h200"
-# Of other ops, the newest file of the GPU.
+# Files to show; other ops have the newest file of `GPU`.
 FILES = {"diagonal": "2026-11-27-nvidia-h100-80gb-hbm3-diagonal.json"}
 FLA = "flash-linear-attention 0.6.0"
 LABELS = {

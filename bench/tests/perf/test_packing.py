@@ -3,6 +3,8 @@
 import json
 import sys
 
+import pytest
+
 from kalmix_bench.perf import packing
 
 
@@ -15,3 +17,10 @@ def test_packing_times_each_op_and_length(tmp_path, monkeypatch, capsys):
     assert [(row["op"], row["sequences"]) for row in rows] == [("delta", 1), ("delta", 4), ("attend", 1), ("attend", 4)]
     assert all(0 < row["forward_ms"] < row["both_ms"] for row in rows)
     assert "attend" in capsys.readouterr().out
+
+
+def test_lengths_that_do_not_divide_the_tokens_are_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["packing", "--tokens", "32", "--lengths", "5"])
+    with pytest.raises(SystemExit):
+        packing.main()
+    assert "--lengths has 5, which does not divide 32 tokens" in capsys.readouterr().err

@@ -26,7 +26,7 @@ from kalmix.layers.base import option_types
 from kalmix.layers.fused import dispatch
 from kalmix.models.blocks import Block, layer_specs
 from kalmix.models.stack import BlockStack
-from kalmix_bench.perf.host_time import _microseconds, _profile, without_gpu
+from kalmix_bench.perf.host_time import microseconds, print_profile, without_gpu
 
 LAYERS = ("gated-deltanet", "kda", "kla", "bayesian", "gated-kalmanet", "afa", "mamba2", "attention")
 HIDDEN_SIZE, TOKENS, BLOCKS = 64, 32, 4
@@ -86,14 +86,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     with gpu_path():
         if options.profile:
-            _profile(calls(options.profile)[1])
+            print_profile(calls(options.profile)[1])
             return
         print(f"{'layer':20}{'forward':>10}{'forward + backward':>20}{'operators':>11}")
         for layer in options.layer or LAYERS:
             pair = calls(layer)
             for call in pair:
-                _microseconds(call, options.seconds / 5, "cpu")  # warm up
-            forward, training = (_microseconds(call, options.seconds, "cpu") / BLOCKS for call in pair)
+                microseconds(call, options.seconds / 5, "cpu")  # warm up
+            forward, training = (microseconds(call, options.seconds, "cpu") / BLOCKS for call in pair)
             operators = count_operators(pair[1]) / BLOCKS
             print(f"{layer:20}{forward:10.0f}{training:20.0f}{operators:11.0f}", flush=True)
 

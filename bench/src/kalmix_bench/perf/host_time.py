@@ -132,7 +132,7 @@ def _bare(x: Signals) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
     return lambda: op(*tensors)[0], lambda: Bare.apply(*tensors)[0]
 
 
-def _microseconds(call: Callable[[], object], seconds: float, device: str) -> float:
+def microseconds(call: Callable[[], object], seconds: float, device: str) -> float:
     """Return the time until a call returns, without later work of the GPU: the median on a GPU, else the minimum."""
     times: list[float] = []
     deadline = time.perf_counter() + seconds
@@ -164,7 +164,7 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with nullcontext() if device == "cuda" else without_gpu():
         if options.profile:
-            _profile(calls(options.profile, "head", device)[1])
+            print_profile(calls(options.profile, "head", device)[1])
             return
         print(f"microseconds of host time per call ({device})\n")
         print(f"{'op':24}{'forward':>10}{'forward + backward':>20}")
@@ -174,12 +174,13 @@ def main(arguments: list[str] | None = None) -> None:
             rows[name] = _forward_and_training(run, x)
         for name, pair in rows.items():
             for call in pair:
-                _microseconds(call, options.seconds / 5, device)  # warm up
-            forward, training = (_microseconds(call, options.seconds, device) for call in pair)
+                microseconds(call, options.seconds / 5, device)  # warm up
+            forward, training = (microseconds(call, options.seconds, device) for call in pair)
             print(f"{name:24}{forward:10.0f}{training:20.0f}", flush=True)
 
 
-def _profile(call: Callable[[], object]) -> None:
+def print_profile(call: Callable[[], object]) -> None:
+    """Print the functions in which 500 calls spend most time."""
     for _ in range(50):
         call()
     with cProfile.Profile() as profile:

@@ -10,9 +10,7 @@ times are medians and include the host. The number of kernels, their time and th
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import re
 import statistics
 import time
 from collections.abc import Callable
@@ -24,6 +22,7 @@ from torch import Tensor, nn
 
 from kalmix.layers import MIXERS
 from kalmix.training.provenance import provenance
+from kalmix_bench.perf.result_file import dated_file
 from kalmix_bench.perf.timing import kernels_launched
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -90,9 +89,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     origin = provenance(device)
     command = {name: value for name, value in vars(arguments).items() if name != "output"}
-    hardware = re.sub(r"[^a-z0-9]+", "-", str(origin["device"]).lower()).strip("-")
     arguments.output.mkdir(parents=True, exist_ok=True)
-    file = arguments.output / f"{datetime.date.today()}-{hardware}-layer-steps.json"
+    file = dated_file(arguments.output, str(origin["device"]), "layer-steps")
     file.write_text(json.dumps({**origin, "command": command, "rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")
 

@@ -11,7 +11,6 @@ Prints a table, on a GPU row by row, and writes bench/results/<date>-<hardware>-
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import platform
 import re
@@ -31,6 +30,7 @@ from kalmix.ops import OPS, Chebyshev, ConjugateGradient
 from kalmix.ops._shared.kernel import KernelRequest
 from kalmix.training.provenance import provenance
 from kalmix_bench.perf.peers import PEERS
+from kalmix_bench.perf.result_file import dated_file
 from kalmix_bench.perf.timing import Timing, measure
 from kalmix_bench.perf.workloads import COLUMNS, CURVES, SHAPES, WITH_VARIANCE, Shape, Signals, signals
 
@@ -208,7 +208,7 @@ def main() -> None:
     else:
         given = [tuple(map(int, shape.split(","))) for shape in arguments.shape or ()]
         shapes = given or SHAPES[arguments.op][device]
-    file = arguments.output / f"{datetime.date.today()}-{_about(arguments)}.json"
+    file = dated_file(arguments.output, hardware(device), _measured(arguments))
     about = {"hardware": hardware(device), "torch": torch.__version__, "kalmix": kalmix.__version__}
     about["commit"] = provenance(torch.device(device))["commit"]
     about["command"] = shlex.join(["python", "-m", "kalmix_bench.perf.ops", *sys.argv[1:]])
@@ -223,10 +223,9 @@ def main() -> None:
     print(f"wrote {file}")
 
 
-def _about(arguments: argparse.Namespace) -> str:
-    machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
+def _measured(arguments: argparse.Namespace) -> str:
     keys = f"-{arguments.decay}s" if arguments.decay != "head" and arguments.op != "diagonal" else ""
-    return f"{machine}-{arguments.op}{keys}{'-curves' if arguments.curves else ''}"
+    return f"{arguments.op}{keys}{'-curves' if arguments.curves else ''}"
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ sequence. Prints a table and writes it, with hardware, versions and commit, to <
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ import torch
 from kalmix import Segments
 from kalmix.ops import OPS
 from kalmix.training.provenance import provenance
+from kalmix_bench.perf.result_file import dated_file
 from kalmix_bench.perf.timing import measure
 from kalmix_bench.perf.workloads import Signals, signals
 
@@ -57,6 +56,9 @@ def main() -> None:
     )
     parser.add_argument("--output", type=Path, default=Path("results"))
     given = parser.parse_args()
+    for length in given.lengths or (given.tokens,):
+        if length < 1 or given.tokens % length:
+            parser.error(f"--lengths has {length}, which does not divide {given.tokens} tokens")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     origin = provenance(torch.device(device))
     print(f"{origin['device']}\n{'op':>10} {'sequences':>9} {'length':>6} {'fwd ms':>9} {'f+b ms':>9}")
@@ -70,8 +72,7 @@ def main() -> None:
                 flush=True,
             )
             rows.append(row)
-    machine = re.sub(r"[^a-z0-9]+", "-", origin["device"].lower()).strip("-")
-    file = given.output / f"{datetime.date.today()}-{machine}-packing.json"
+    file = dated_file(given.output, origin["device"], "packing")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(origin | {"tokens": given.tokens, "rows": rows}, indent=1) + "\n")
     print(f"wrote {file}")

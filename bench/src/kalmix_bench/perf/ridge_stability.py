@@ -11,10 +11,8 @@ each step) and a figure (--picture). A run ends at the first non-finite value.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import math
-import re
 import statistics
 import time
 from pathlib import Path
@@ -28,6 +26,7 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.ops import Adaptive, Fixed
 from kalmix.training.provenance import provenance
+from kalmix_bench.perf.result_file import dated_file
 from kalmix_bench.perf.text_batches import batches, byte_tokens
 
 RIDGES = {"adaptive, 0.02 ||H||": Adaptive(0.02), "constant, 0.25": Fixed(0.25)}
@@ -125,8 +124,7 @@ def main() -> None:
         statistics_of_run = summary(curves[name], arguments.warmup)
         print("  " + ", ".join(f"{n} {x:.4g}" for n, x in statistics_of_run.items()))
         results["runs"][name] = {**statistics_of_run, "curve": [[round(x, 5) for x in pair] for pair in curves[name]]}
-    machine = re.sub(r"[^a-z0-9]+", "-", origin["device"].lower()).strip("-")
-    file = arguments.output / f"{datetime.date.today()}-{machine}-ridge-stability.json"
+    file = dated_file(arguments.output, origin["device"], "ridge-stability")
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(results) + "\n")
     sizes = f"{arguments.layers} layers, hidden size {arguments.hidden_size}"

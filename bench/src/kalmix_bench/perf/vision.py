@@ -13,7 +13,6 @@ Prints row by row and writes bench/results/<date>-<hardware>-vision.json (or to 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import re
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 import kalmix
 from kalmix.models.vision.model import gated_kalmanet, gkavision_tiny
 from kalmix_bench.perf.ops import hardware
+from kalmix_bench.perf.result_file import dated_file
 from kalmix_bench.perf.timing import measure
 
 OURS: dict[str, Callable[[], nn.Module]] = {
@@ -113,8 +113,7 @@ def main() -> None:
     selection = {name: make for name, make in models(arguments.peer).items() if re.search(arguments.only, name)}
     columns = "images/s, peak GiB and seconds of the first call: inference | training"
     print(f"{arguments.size} pixels, {arguments.dtype}; {columns}")
-    machine = re.sub(r"[^a-z0-9]+", "-", hardware(arguments.device).lower()).strip("-")
-    file = arguments.output / f"{datetime.date.today()}-{machine}-vision.json"
+    file = dated_file(arguments.output, hardware(arguments.device), "vision")
     about = {"hardware": hardware(arguments.device), "torch": torch.__version__, "kalmix": kalmix.__version__}
     rows: list[dict] = []
     for compiled in [False, True] if arguments.compile else [False]:

@@ -18,6 +18,7 @@ from kalmix.validation import FLOAT32_STATE_DTYPES
 if TYPE_CHECKING:  # these ops import this module
     from kalmix.ops._additive.signals import AdditiveSignals
     from kalmix.ops._delta.signals import DeltaSignals
+    from kalmix.ops._shared.triton.tiles import Tiling
 
 REQUIREMENTS: dict[str, Any] = {  # fields of `Kernel` that the Triton rows of `additive` and `delta` share
     "devices": ("cuda",),
@@ -96,6 +97,17 @@ def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store):
     return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays
 
 
+def _tiling(v: Tensor, rows: Tensor | None, placeholder: Tensor) -> Tiling:
+    """Return the tiles of tokens `[B, T, G, V]`, in the sequences of `rows` if it is not `None`.
+
+    `placeholder` stands for tables that unpacked tokens do not need.
+    """
+    from kalmix.ops._shared.triton.tiles import tile_sequences
+
+    segments = None if rows is None else segments_without_checks(rows)
+    return tile_sequences(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, placeholder)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -108,12 +120,10 @@ def _forward(
     store: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
-    from kalmix.ops._shared.triton.tiles import tile_sequences
 
-    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    tiling = _tiling(v, rows, q)
     per_key = store and log_decay is not None and log_decay.ndim == 4
-    results = allocate_results(k, v, tiling.num_tiles, size, corrects, tiling.packed, per_key)
+    results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key)
     final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results)
     states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
     return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays
@@ -146,12 +156,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.backward import allocate_gradients, backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
-    from kalmix.ops._shared.triton.tiles import tile_sequences
 
-    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     # The gradient is in place of the mean, which is not needed.
     stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
-    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    tiling = _tiling(v, rows, q)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
     grad_prior = backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, grads)
     dq, dk, dv, dgain, ddecay = grads.reduce(q, gain, log_decay)
@@ -176,11 +184,9 @@ def _backward_to_prior(
 ) -> tuple[Tensor]:
     from kalmix.ops._linear_memory.triton.backward import backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
-    from kalmix.ops._shared.triton.tiles import tile_sequences
 
-    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
     stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
-    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, q)
+    tiling = _tiling(v, rows, q)
     return (backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, None),)
 
 
@@ -195,10 +201,8 @@ def _final_memory(
     corrects: bool,
 ) -> Tensor:
     from kalmix.ops._linear_memory.triton.forward import forward
-    from kalmix.ops._shared.triton.tiles import tile_sequences
 
-    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
-    tiling = tile_sequences(v.shape[0], v.shape[1], size, segments, k)
+    tiling = _tiling(v, rows, k)
     return forward(k, k, v, gain, log_decay, prior, tiling, corrects, None)
 
 

@@ -13,16 +13,11 @@ from kalmix_bench.runner.cells import Row
 
 # Milliseconds of a token with a static cache or captured steps, one prompt of the preset `paper`.
 AIMS = {"gated-deltanet": 3.0, "kda": 3.0, "gated-kalmanet": 3.0, "bayesian": 3.0, "kla": 5.0, "afa": 5.0}
-HISTORIES = (
-    "attention",
-    "afa",
-    "rt-afa",
-    "afa-transformer",
-    "controlled-afa",
-)  # their state grows with the text
+# Layers whose state grows with the text, and the others.
+HISTORIES = ("attention", "afa", "rt-afa", "afa-transformer", "controlled-afa")
 RECURRENT = tuple(name for name in OURS if name not in HISTORIES)
-# Of recurrent layers with 64 prompts: times the time of reading weights and state, and writing the state; and GiB above
-# the weights, for prompts of 8,192 tokens.
+# Aims of recurrent layers with 64 prompts: times the time of reading weights and state, and writing the state; and GiB
+# above the weights, for prompts of 8,192 tokens.
 MEMORY_AIM, PREFILL_AIM = 1.3, 20.0
 
 
