@@ -42,7 +42,6 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(compile_and_launch, "driver", SimpleNamespace(active=active))
     monkeypatch.setattr(compile_and_launch, "RUN_TAKES_STREAM", True)
-    monkeypatch.setattr(compile_and_launch, "REPLAYS", True)
     monkeypatch.setattr(compile_and_launch, "_LAUNCH_CACHE", {})
 
 
@@ -53,19 +52,6 @@ def copy(x, y):
 def is_replayed():
     (entry,) = compile_and_launch._LAUNCH_CACHE.values()
     return isinstance(entry, Replay)
-
-
-def test_calls_are_not_replayed_by_default(monkeypatch):
-    monkeypatch.setattr(compile_and_launch, "REPLAYS", False)
-    launched = []
-
-    def call(x):
-        launched.append(x)
-        return x + 1
-
-    for x in (torch.full((1,), float(i)) for i in range(3)):
-        assert torch.equal(launch_cached(call, x), x + 1)
-    assert len(launched) == 3 and not is_replayed()
 
 
 def test_replay_uses_new_values_and_runs_no_python_code():

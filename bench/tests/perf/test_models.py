@@ -66,7 +66,7 @@ def test_a_row_holds_the_measurements_of_finite_steps(name: str) -> None:
 
 def test_steps_reduce_the_loss_and_store_no_gradients() -> None:
     model = build.build("attention", TINY)
-    trainer = measure.Trainer(model, torch.arange(200) % 64, TINY, compiled=False)
+    trainer = measure.Trainer(model, torch.arange(200) % 64, TINY, "eager")
     trainer.milliseconds(60)
     assert trainer.losses[-1] < 0.95 * trainer.losses[0]
     assert all(p.grad is None for p in model.parameters())
@@ -77,11 +77,15 @@ def test_steps_reduce_the_loss_and_store_no_gradients() -> None:
 
 
 @pytest.mark.slow
-def test_the_compiled_mode_compiles_the_model_with_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[object] = []
-    monkeypatch.setattr(torch, "compile", lambda model: compiled.append(model) or model)
-    found = measure.measure_row(cell(mode="compiled"), CPU, lambda: None, limit=60)
-    assert found["status"] == "ok" and len(compiled) == 1 and hasattr(compiled[0], "lm_head")
+@pytest.mark.parametrize(("mode", "options"), [("compiled", {}), ("captured", {"mode": "reduce-overhead"})])
+def test_compiled_modes_compile_the_model_with_its_loss(
+    mode: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[tuple[nn.Module, dict[str, str]]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append((model, options)) or model)
+    found = measure.measure_row(cell(mode=mode), CPU, lambda: None, limit=60)
+    assert found["status"] == "ok" and len(compiled) == 1
+    assert hasattr(compiled[0][0], "lm_head") and compiled[0][1] == options
 
 
 def failing(error: Exception) -> Any:

@@ -15,8 +15,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's interpreter replays nothing")
 @pytest.mark.parametrize("length", [40, 200])
 @pytest.mark.parametrize(("op", "decay"), CASES)
-def test_replayed_calls_agree_with_the_first_call(op, decay, length, monkeypatch):
-    monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch.REPLAYS", True)
+def test_replayed_calls_agree_with_the_first_call(op, decay, length):
     shape = (2, length, 4, 16) if op == "diagonal" else (2, length, 2, 32)
 
     def results(x):

@@ -71,7 +71,7 @@ def test_a_row_of_a_gpu_has_kernels_and_memory_with_and_without_weights(profiler
     monkeypatch.setattr(torch.cuda, "Event", Mark)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
     size = ModelSize(layers=1, hidden_size=32, batch_size=2, seq_len=16, vocab_size=64, dtype="float32")
-    trainer = measure.Trainer(build.build("attention", size), torch.arange(200) % 64, size, compiled=False)
+    trainer = measure.Trainer(build.build("attention", size), torch.arange(200) % 64, size, "eager")
     step = trainer.step
     trainer.device = torch.device("cuda")
 

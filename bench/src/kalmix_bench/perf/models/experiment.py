@@ -46,7 +46,9 @@ Size = Annotated[int | None, typer.Option(help="In place of the preset's.")]
 
 def run(
     rows: Annotated[str, typer.Option(help="Models, separated by commas. Default: all, and those of --peers.")] = "",
-    modes: Annotated[str, typer.Option(help="eager, compiled, or both, separated by a comma.")] = ",".join(MODES),
+    modes: Annotated[
+        str, typer.Option(help=f"Of {', '.join(MODES)} (compiled, and launched as CUDA graphs); separated by commas.")
+    ] = "eager,compiled",
     peers: Annotated[bool, typer.Option(help="Add the models of flash-linear-attention and transformers.")] = True,
     preset: Annotated[str, typer.Option(help="paper: 340 to 420 million parameters. laptop: for a CPU.")] = "laptop",
     layers: Size = None,
@@ -73,7 +75,7 @@ def run(
         Path, typer.Option(help="Output folder; rows in it of this commit, size and hardware are not run again.")
     ] = Path("runs/models"),
 ) -> None:
-    """Time training steps of a model of each layer, eager and compiled, next to models of other libraries.
+    """Time training steps of a model of each layer, eager or compiled, next to models of other libraries.
 
     Prints a table and writes it to report.md. Exit status: 0 if all rows are
     there, 3 if the deadline came first, 1 if values of a row did not stay finite.

@@ -35,12 +35,13 @@ class Trainer:
         model: language model on its device.
         tokens: `[N]`, text to train on.
         size: size of the batches, and the dtype of autocast.
-        compiled: whether `torch.compile` compiles the model, with its loss.
+        mode: one of `MODES`: whether `torch.compile` compiles the model, with its loss, and captures it in CUDA graphs.
     """
 
-    def __init__(self, model: nn.Module, tokens: Tensor, size: ModelSize, compiled: bool) -> None:
+    def __init__(self, model: nn.Module, tokens: Tensor, size: ModelSize, mode: str) -> None:
         self.model, self.size = model, size
-        self.call: Callable[..., Any] = torch.compile(model) if compiled else model
+        options = {"mode": "reduce-overhead"} if mode == "captured" else {}
+        self.call: Callable[..., Any] = model if mode == "eager" else torch.compile(model, **options)
         self.device = next(model.parameters()).device
         groups = optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
@@ -52,13 +53,14 @@ class Trainer:
     def step(self) -> None:
         """Take one step, without waiting for the device."""
         tokens, dtype = next(self.data), getattr(torch, self.size.dtype)
+        torch.compiler.cudagraph_mark_step_begin()  # graphs may overwrite tensors of the step before
         with torch.autocast(self.device.type, dtype, enabled=dtype != torch.float32):
             loss = self.call(input_ids=tokens, labels=tokens).loss
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach().clone())
 
     def one_step(self) -> float:
         """Take a step and wait for the device; return the seconds."""
@@ -112,7 +114,7 @@ def _measure(cell: ModelCell, device: torch.device, on_prepared: Callable[[], No
     with hold(alone=tuned):
         with device:
             model = build(cell.model, cell.size).train()
-        trainer = Trainer(model, tokens, cell.size, cell.mode == "compiled")
+        trainer = Trainer(model, tokens, cell.size, cell.mode)
         first = _without_memory(trainer.one_step)
     if first is None:  # another process needed the memory
         with hold(alone=True):

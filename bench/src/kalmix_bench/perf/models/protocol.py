@@ -15,7 +15,7 @@ PEERS = ("fla gated-deltanet", "fla kda", "llama")
 # The layers of kalmix, without those that other modules register, and without "design", which is several layers.
 OURS = (*FIRST, *(x for x, y in MIXERS.items() if y.__module__.startswith("kalmix.") and x not in (*FIRST, "design")))
 MODELS = (*FIRST, *PEERS, *(name for name in OURS if name not in FIRST))
-MODES = ("eager", "compiled")
+MODES = ("eager", "compiled", "captured")  # captured: compiled, and launched as CUDA graphs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Aim(NamedTuple):
     Attributes:
         model: model of kalmix.
         peer: model that it is compared with.
-        mode: "eager" or "compiled".
+        mode: one of `MODES`.
         quantity: key of the measurement.
         bound: least ratio of speeds, or largest ratio of memories.
     """

@@ -2,13 +2,12 @@
 
 `precompile` runs a function without executing its kernels, and compiles them in parallel: one after another they would
 make a first call slow. `launch_cached` stores the compiled kernels of a call and launches them again in calls with the
-same layout, because Triton's own lookup takes longer than a short kernel. With `KALMIX_REPLAY=1` in the environment it
-also replays all that the call did, if it can, since its Python code takes longer than short kernels, too.
+same layout, because Triton's own lookup takes longer than a short kernel. From the third such call on it replays all
+that the second one did, if it can, since its Python code takes longer than short kernels, too.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -26,7 +25,6 @@ from kalmix.ops._shared.triton.replay import STREAM, Recorder, Replay
 
 RUN_TAKES_STREAM = triton.__version__.startswith("3.6.")  # as an argument of `run` of binaries: it is not public
 MAX_CACHED_CALLS = 1024  # calls of different layouts whose launches are stored
-REPLAYS = os.environ.get("KALMIX_REPLAY") == "1"  # off by default: no GPU has run replays yet
 
 
 class Launch(NamedTuple):
@@ -109,10 +107,9 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
 
     Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, if the same
     positions share one tensor object, and if all other arguments are equal. What `function` does must depend on the
-    layout, never on other state. The first call stores the binaries of its kernels. If `REPLAYS`, the second one
-    records what it does, and later ones replay that: see `Recorder`. A function that is not replayed runs in every
-    call; if a kernel, its options or its integer arguments then differ from the earlier call, Triton looks that kernel
-    up again.
+    layout, never on other state. The first call stores the binaries of its kernels. The second one records what it
+    does, and later ones replay that: see `Recorder`. A function that is not replayed runs in every call; if a kernel,
+    its options or its integer arguments then differ from the earlier call, Triton looks that kernel up again.
 
     Args:
         function: launches kernels.
@@ -133,7 +130,7 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
         return cached(tensors, driver.active.get_current_stream(layout[1]) if cached.uses_stream else None)
     if cached is None and dry_run is not None:
         precompile(dry_run, *arguments)
-    records = REPLAYS and cached is not None and cached.may_be_recorded and not _has_hooks()
+    records = cached is not None and cached.may_be_recorded and not _has_hooks()
     recorder = Recorder(tensors) if records else None
     outer = _LAUNCHER.get()
     if isinstance(outer, _CachingLauncher) and outer.recorder is not None:
