@@ -77,15 +77,23 @@ def test_steps_reduce_the_loss_and_store_no_gradients() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "options"), [("compiled", {}), ("captured", {"mode": "reduce-overhead"})])
+@pytest.mark.parametrize(("mode", "option"), [("compiled", None), ("captured", "reduce-overhead")])
 def test_compiled_modes_compile_the_model_with_its_loss(
-    mode: str, options: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    mode: str, option: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[tuple[nn.Module, dict[str, str]]] = []
-    monkeypatch.setattr(torch, "compile", lambda model, **options: compiled.append((model, options)) or model)
+    compiled: list[tuple[nn.Module, str | None]] = []
+    monkeypatch.setattr(torch, "compile", lambda model, *, mode: compiled.append((model, mode)) or model)
     found = measure.measure_row(cell(mode=mode), CPU, lambda: None, limit=60)
     assert found["status"] == "ok" and len(compiled) == 1
-    assert hasattr(compiled[0][0], "lm_head") and compiled[0][1] == options
+    assert hasattr(compiled[0][0], "lm_head") and compiled[0][1] == option
+
+
+def test_the_mode_blocks_compiles_each_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    model = build.build("attention", TINY)
+    measure.Trainer(model, torch.arange(200) % 64, TINY, "blocks")
+    assert compiled == list(model.model.layers)
 
 
 def failing(error: Exception) -> Any:

@@ -47,7 +47,7 @@ Size = Annotated[int | None, typer.Option(help="In place of the preset's.")]
 def run(
     rows: Annotated[str, typer.Option(help="Models, separated by commas. Default: all, and those of --peers.")] = "",
     modes: Annotated[
-        str, typer.Option(help=f"Of {', '.join(MODES)} (compiled, and launched as CUDA graphs); separated by commas.")
+        str, typer.Option(help="; ".join(f"{name}: {text}" for name, text in MODES.items()) + ". Separated by commas.")
     ] = "eager,compiled",
     peers: Annotated[bool, typer.Option(help="Add the models of flash-linear-attention and transformers.")] = True,
     preset: Annotated[str, typer.Option(help="paper: 340 to 420 million parameters. laptop: for a CPU.")] = "laptop",

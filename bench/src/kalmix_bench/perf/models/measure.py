@@ -35,13 +35,17 @@ class Trainer:
         model: language model on its device.
         tokens: `[N]`, text to train on.
         size: size of the batches, and the dtype of autocast.
-        mode: one of `MODES`: whether `torch.compile` compiles the model, with its loss, and captures it in CUDA graphs.
+        mode: one of `MODES`.
     """
 
     def __init__(self, model: nn.Module, tokens: Tensor, size: ModelSize, mode: str) -> None:
         self.model, self.size = model, size
-        options = {"mode": "reduce-overhead"} if mode == "captured" else {}
-        self.call: Callable[..., Any] = model if mode == "eager" else torch.compile(model, **options)
+        self.call: Callable[..., Any] = model
+        if mode == "blocks":
+            for block in next(module for module in model.modules() if isinstance(module, nn.ModuleList)):
+                block.compile()
+        elif mode != "eager":
+            self.call = torch.compile(model, mode="reduce-overhead" if mode == "captured" else None)
         self.device = next(model.parameters()).device
         groups = optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)

@@ -15,7 +15,12 @@ PEERS = ("fla gated-deltanet", "fla kda", "llama")
 # The layers of kalmix, without those that other modules register, and without "design", which is several layers.
 OURS = (*FIRST, *(x for x, y in MIXERS.items() if y.__module__.startswith("kalmix.") and x not in (*FIRST, "design")))
 MODELS = (*FIRST, *PEERS, *(name for name in OURS if name not in FIRST))
-MODES = ("eager", "compiled", "captured")  # captured: compiled, and launched as CUDA graphs
+MODES = {
+    "eager": "as it is",
+    "compiled": "by `torch.compile`",
+    "blocks": "each block compiled, so that the compiler sees one block of each kind",
+    "captured": "compiled, and launched as CUDA graphs",
+}
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class ModelCell:
         ArgumentError: the model or the mode is unknown.
     """
 
-    modes: ClassVar[tuple[str, ...]] = MODES
+    modes: ClassVar[tuple[str, ...]] = tuple(MODES)
     model: str
     mode: str
     size: ModelSize
