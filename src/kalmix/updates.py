@@ -7,7 +7,7 @@ before the belief is known: for the parts of a long sequence on several GPUs, fo
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -41,9 +41,11 @@ class Update(Belief, Protocol):
     - `type(update).identity(belief)` returns the update that changes no belief of the shape of `belief`.
     - `type(update).constant(belief)` returns the update that replaces every belief by `belief`. It starts a new
       sequence: `update.then(constant)` equals `constant`.
+    - `update.pull_back(belief, *grads)` returns the gradients of the belief before the tokens, given that belief and
+      the gradients of the one after them. If `update.is_affine`, they do not depend on the belief, which may be `None`.
 
-    All are differentiable, and no setting of torch rounds their matrix products to TF32 or half precision. To process
-    several updates, combine them first and apply the result once.
+    All but the last are differentiable. No setting of torch rounds their matrix products to TF32 or half precision. To
+    process several updates, combine them first and apply the result once.
 
     Example:
         >>> from kalmix import PointBelief, updates
@@ -56,12 +58,15 @@ class Update(Belief, Protocol):
         True
     """
 
+    is_affine: ClassVar[bool]
+
     @classmethod
     def identity(cls, belief: Any) -> Self: ...
     @classmethod
     def constant(cls, belief: Any) -> Self: ...
     def then(self, other: Self) -> Self: ...
     def apply(self, belief: Any) -> Any: ...
+    def pull_back(self, belief: Any, *grads: Tensor) -> tuple[Tensor, ...]: ...
 
 
 def filter_in_spans(

@@ -85,7 +85,8 @@ class _Stored(NamedTuple):
         entry: belief before each span of this rank, `[spans * B, ...]`.
         outputs: mean, variance or `None`, and the tensors of the final belief.
         updates: update by each span of all ranks, `[B, ...]`.
-        entries: belief before each of these spans, `[B, ...]`; of affine updates, before the first ones only.
+        entries: belief before each of these spans, `[B, ...]`. If updates are affine, `None` after the spans of this
+            rank.
     """
 
     inputs: list[Tensor]
@@ -107,10 +108,11 @@ class _TwoPhases(torch.autograd.Function):
             signals = {"k": k, **memory.lower(k, v, arguments)}
             updates, prior_of = gather_updates(call, op, v, signals, as_filtered=True)
             held, prior = call.context.placement.held, prior_of(call.sequences)
-            later = any(needs_grad) and not hasattr(updates[0], "pull_back_affine")
+            later = any(needs_grad) and not updates[0].is_affine
             entries = [prior_of(call.batch)]
             for update in updates[: -1 if later else held[-1]]:
                 entries.append(update.apply(entries[-1]))
+            entries += [None] * (len(updates) - len(entries))
             entry = [_join([entries[span][leaf] for span in held]) for leaf in range(len(prior))]
         with torch.set_grad_enabled(any(needs_grad)):
             entry = [x.detach().requires_grad_(any(needs_grad)) for x in entry]
@@ -167,25 +169,13 @@ def _exit_gradients(
     Args:
         local: for each span, the gradient of the tensors of its entry belief through the span's own outputs.
         updates: update by each span.
-        entries: belief before each span; of affine updates, it is not used.
+        entries: belief before each span, or `None` if updates are affine.
         held: spans of this rank, in order of time.
     """
     after = [torch.zeros_like(x) for x in local[-1]]
     exits = {len(updates) - 1: after}
     for span in range(len(updates) - 1, held[0], -1):
-        passed = _pull_back(updates[span], entries, span, after) if span < len(updates) - 1 else None
+        passed = updates[span].pull_back(entries[span], *after) if span < len(updates) - 1 else None
         after = list(local[span]) if passed is None else [x + y for x, y in zip(local[span], passed, strict=True)]
         exits[span - 1] = after
     return [exits[span] for span in held]
-
-
-def _pull_back(update: Any, entries: list[Any], span: int, grads: list[Tensor]) -> Sequence[Tensor]:
-    """Return the gradients of the belief before a span, given those of the belief after it."""
-    if hasattr(update, "pull_back_affine"):
-        return update.pull_back_affine(*grads)
-    if hasattr(update, "pull_back"):
-        return update.pull_back(entries[span], *grads)
-    with torch.enable_grad():
-        before = [x.detach().requires_grad_() for x in entries[span]]
-        after = update.apply(type(entries[span])(*before))
-        return torch.autograd.grad(list(after), before, grads, materialize_grads=True)

@@ -42,6 +42,7 @@ class AdditiveUpdate(NamedTuple):
     take = take
     to = to
     detach = detach
+    is_affine = True
 
     @classmethod
     def identity(cls, belief: PointBelief) -> AdditiveUpdate:
@@ -63,7 +64,7 @@ class AdditiveUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return PointBelief(torch.addcmul(self.mean, self.decay, belief.mean))
 
-    def pull_back_affine(self, grad: Tensor) -> tuple[Tensor]:
+    def pull_back(self, belief: PointBelief | None, grad: Tensor) -> tuple[Tensor]:
         """Return the gradient of the memory before the tokens, given that of the memory after them."""
         return (self.decay * grad,)
 

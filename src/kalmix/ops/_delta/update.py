@@ -44,6 +44,7 @@ class DeltaUpdate(NamedTuple):
     take = take
     to = to
     detach = detach
+    is_affine = True
 
     @classmethod
     def identity(cls, belief: PointBelief) -> DeltaUpdate:
@@ -67,7 +68,7 @@ class DeltaUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return PointBelief(multiply(self.transition, belief.mean).to(self.mean.dtype) + self.mean)
 
-    def pull_back_affine(self, grad: Tensor) -> tuple[Tensor]:
+    def pull_back(self, belief: PointBelief | None, grad: Tensor) -> tuple[Tensor]:
         """Return the gradient of the memory before the tokens, given that of the memory after them."""
         return (multiply(self.transition.mT, grad).to(grad.dtype),)
 

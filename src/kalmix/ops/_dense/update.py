@@ -61,6 +61,7 @@ class DenseUpdate(NamedTuple):
     take = take
     to = to
     detach = detach
+    is_affine = False
 
     @classmethod
     def identity(cls, belief: DenseBelief) -> DenseUpdate:
@@ -101,6 +102,12 @@ class DenseUpdate(NamedTuple):
         mapped = multiply(self.transition, _condition(covariance, self.information, known))
         covariance = symmetrize(multiply(mapped[..., :width], self.transition.mT) + self.covariance)
         return DenseBelief((mapped[..., width:] + self.mean).to(dtype), covariance.to(dtype))
+
+    def pull_back(self, belief: DenseBelief, *grads: Tensor) -> tuple[Tensor, ...]:
+        """Return the gradients of the belief before the tokens, given that belief and those of the one after them."""
+        with torch.enable_grad():
+            before = DenseBelief(*(x.detach().requires_grad_() for x in belief))
+            return torch.autograd.grad(list(self.apply(before)), list(before), grads, materialize_grads=True)
 
 
 def _condition(covariance: Tensor, information: Tensor, right: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ class DiagonalUpdate(NamedTuple):
     take = take
     to = to
     detach = detach
+    is_affine = False
 
     @classmethod
     def identity(cls, belief: DiagonalBelief) -> DiagonalUpdate:

@@ -40,6 +40,7 @@ class RidgeUpdate(NamedTuple):
     take = take
     to = to
     detach = detach
+    is_affine = True
 
     @classmethod
     def identity(cls, belief: RidgeBelief) -> RidgeUpdate:
@@ -61,7 +62,7 @@ class RidgeUpdate(NamedTuple):
         """Return the belief after the tokens, given the one before them."""
         return RidgeBelief(*(torch.addcmul(y, self.decay, x) for x, y in zip(belief, self[1:], strict=True)))
 
-    def pull_back_affine(self, *grads: Tensor) -> tuple[Tensor, ...]:
+    def pull_back(self, belief: RidgeBelief | None, *grads: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the sums before the tokens, given those of the sums after them."""
         return tuple(self.decay * grad for grad in grads)
 
