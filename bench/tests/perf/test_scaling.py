@@ -290,7 +290,7 @@ def test_unknown_names_are_refused(program, options, name, monkeypatch, capsys):
 
 def test_packed_labels_stay_inside_documents():
     ids = torch.arange(2 * 18).view(2, 18)
-    segments, data = methods.packing(methods.Data(ids, torch.cat([ids[:, 1:], ids[:, :1]], 1), 36))
+    data, segments = methods.pack(methods.Data(ids, torch.cat([ids[:, 1:], ids[:, :1]], 1), 36))
     for row, _, stop in segments.rows.tolist():
         assert data.labels[row, stop - 1] == methods.IGNORED
     assert data.count == 36 - segments.count

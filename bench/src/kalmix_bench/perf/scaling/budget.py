@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from kalmix.testing.tolerances import DRAWS, ROUNDINGS
-from kalmix_bench.perf.scaling.methods import Case, build, count_rows, errors_between, expect, make_data, packing
+from kalmix_bench.perf.scaling.methods import Case, build, count_rows, errors_between, expect, make_batch
 
 EPSILON = torch.finfo(torch.float32).eps  # 2^-23
 
@@ -31,10 +31,8 @@ def budgets_of(layer: str, method: str) -> dict[str, float]:
 
 @cache
 def _budgets(layer: str, rows: int, packed: bool) -> dict[str, float]:
-    case, segments = Case(layer, torch.device("cpu"), torch.float64), None
-    data = make_data(case.device, rows)
-    if packed:
-        segments, data = packing(data)
+    case = Case(layer, torch.device("cpu"), torch.float64)
+    data, segments = make_batch(case.device, rows, packed)
     exact = expect(build(case), data, segments)
     changes = dict.fromkeys(["loss", *exact.gradients], 0.0)
     for draw in range(DRAWS):

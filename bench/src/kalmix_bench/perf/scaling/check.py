@@ -55,8 +55,7 @@ from kalmix_bench.perf.scaling.methods import (
     count_rows,
     errors_between,
     expect,
-    make_data,
-    packing,
+    make_batch,
 )
 from kalmix_bench.runner.json_lines import append_rows
 
@@ -166,9 +165,7 @@ def rounding_of(layer: str, method: str, device: torch.device) -> float:
 
     It shows how much of an error in float32 rounding explains.
     """
-    data, segments = make_data(device, count_rows(method)), None
-    if "packed" in method:
-        segments, data = packing(data)
+    data, segments = make_batch(device, count_rows(method), "packed" in method)
     expected = expect(build(Case(layer, device, torch.float64)), data, segments)
     found = expect(build(Case(layer, device)), data, segments)
     return worst(errors_between(found, expected))[0]

@@ -75,8 +75,14 @@ def make_data(device: torch.device, rows: int) -> Data:
     return Data(ids, labels, int((labels != IGNORED).sum()))
 
 
-def packing(data: Data) -> tuple[Segments, Data]:
-    """Return documents that begin and end inside ranks and between them, and labels that stay inside of them."""
+def make_batch(device: torch.device, rows: int, packed: bool) -> tuple[Data, Segments | None]:
+    """Return the data of `make_data`, and documents in it if it is packed."""
+    data = make_data(device, rows)
+    return pack(data) if packed else (data, None)
+
+
+def pack(data: Data) -> tuple[Data, Segments]:
+    """Return data whose labels stay inside documents, and these documents: they begin and end in ranks and between."""
     rows, length = data.ids.shape
     cuts = [0, length // 9, length // 2, length // 2 + 1, length - length // 7]
     documents = [(row, a, b) for row in range(rows) for a, b in zip(cuts, [*cuts[1:], length], strict=True)]
@@ -84,7 +90,7 @@ def packing(data: Data) -> tuple[Segments, Data]:
     for row, _, stop in documents:
         labels[row, stop - 1] = IGNORED
     segments = Segments.of(torch.tensor(documents, dtype=torch.int32, device=data.ids.device))
-    return segments, Data(data.ids, labels, int((labels != IGNORED).sum()))
+    return Data(data.ids, labels, int((labels != IGNORED).sum())), segments
 
 
 def loss_of(model: nn.Module, data: Data, **options: Any) -> Tensor:
@@ -171,9 +177,7 @@ def check_heads(case: Case) -> Errors:
 
 def check_context(case: Case, layout: str, packed: bool = False, **options: Any) -> Errors:
     """Compare context parallelism."""
-    data, model, segments = make_data(case.device, count_rows("context")), build(case), None
-    if packed:
-        segments, data = packing(data)
+    (data, segments), model = make_batch(case.device, count_rows("context"), packed), build(case)
     expected = expect(model, data, segments)
     with ContextParallel(make_mesh(case.device), layout, segments, **options) as cp:
         loss = loss_of(model, Data(cp.shard(data.ids), cp.shard(data.labels), data.count))
