@@ -38,6 +38,7 @@ from kalmix.training.trainer import KalmixTrainer, process_state, training_argum
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import MODELS, PRESETS, ModelSize
 from kalmix_bench.perf.peers import has_fla
+from kalmix_bench.perf.scaling.group import end_process
 from kalmix_bench.runner.json_lines import append_rows, read_rows
 
 PEER_LAYERS = {"llama": "attention", "fla gated-deltanet": "gated-deltanet", "fla kda": "kda"}
@@ -241,9 +242,10 @@ def main() -> None:
         append_rows(given.output, [row])
         shown = ("model", "mode", "gpus", "tokens_per_s", "mfu", "first_step_s", "last_loss")
         print({name: row[name] for name in shown}, flush=True)
-    if torch.distributed.is_initialized():
+    if torch.distributed.is_initialized() and torch.distributed.get_backend() == "nccl":
         torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    end_process(0)
