@@ -18,7 +18,7 @@ from kalmix.layers.fused.triton.precision import precision_of
 from kalmix.layers.fused.triton.unit_norm import inverse_length
 from kalmix.layers.fused.unit_norm import UnitNorm
 from kalmix.ops._shared.step import Slots
-from kalmix.ops._shared.triton.cells import CELLS, update_cells
+from kalmix.ops._shared.triton.cell_update import CELLS, update_cells
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 

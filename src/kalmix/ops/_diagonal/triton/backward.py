@@ -25,7 +25,8 @@ from torch import Tensor
 from kalmix.ops._diagonal.cuda import cuda_kernel
 from kalmix.ops._diagonal.cuda.plan import backward_tile_size, block_channels, constants, group_tokens
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
-from kalmix.ops._diagonal.triton.cells import (
+from kalmix.ops._diagonal.triton.gradients import tile_gradients
+from kalmix.ops._diagonal.triton.loads_and_filter_step import (
     STRIDES,
     UNSPECIALIZED,
     cell_offsets,
@@ -35,7 +36,6 @@ from kalmix.ops._diagonal.triton.cells import (
     load_keys,
     load_values,
 )
-from kalmix.ops._diagonal.triton.gradients import tile_gradients
 from kalmix.ops._diagonal.triton.plan import (
     PREFETCH,
     TilePlan,

@@ -29,7 +29,7 @@ from torch import Tensor
 from kalmix.ops._diagonal.cuda import cuda_kernel
 from kalmix.ops._diagonal.cuda.plan import block_channels, constants
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
-from kalmix.ops._diagonal.triton.cells import (
+from kalmix.ops._diagonal.triton.loads_and_filter_step import (
     STRIDES,
     UNSPECIALIZED,
     cell_offsets,

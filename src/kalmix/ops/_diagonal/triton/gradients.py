@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._diagonal.triton.cells import (
+from kalmix.ops._diagonal.triton.loads_and_filter_step import (
     UNSPECIALIZED,
     cell_offsets,
     filter_step,

@@ -8,8 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
-from kalmix.ops._diagonal.triton.cells import UNSPECIALIZED, cell_offsets
 from kalmix.ops._diagonal.triton.forward import RESIDENT_WARPS, map_tiles
+from kalmix.ops._diagonal.triton.loads_and_filter_step import UNSPECIALIZED, cell_offsets
 from kalmix.ops._diagonal.triton.plan import PREFETCH, channels_per_warp, is_ragged, plan_tiles, tile_size
 from kalmix.ops._shared.gpu import num_multiprocessors
 from kalmix.ops._shared.triton.compile_and_launch import Launch

@@ -14,7 +14,7 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.step import Slots
-from kalmix.ops._shared.triton.cells import CELLS, update_cells
+from kalmix.ops._shared.triton.cell_update import CELLS, update_cells
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.step import contiguous_width, row_strides
 
