@@ -211,6 +211,26 @@ def test_steps_update_buffers_in_place(monkeypatch):
     assert [layer.rows is not None for layer in cache.layers] == [True, True, True, False]
 
 
+@torch.no_grad()
+def test_a_step_that_fails_does_not_change_the_count_of_later_calls(monkeypatch):
+    """A block raises after the first one has updated its buffers in place."""
+    model, ids = build(["kla", "gated-deltanet"]), tokens(2, 9)
+    with capture_decoding(model, Tape):
+        cache = StaticCache(config=model.config, max_cache_len=12)
+        model(ids[:, :5], past_key_values=cache)
+        before = snapshot(cache)
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="out of memory"):
+            patch.setattr(model.model.layers[1], "forward", fail)
+            model(ids[:, 5:6], past_key_values=cache)
+        restore(cache, before)
+        model(ids[:, 5:8], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [8, 8]
+
+
+def fail(*arguments, **options):
+    raise RuntimeError("out of memory")
+
+
 def test_generation_captures_by_itself():
     """On a GPU; here a tape stands in for the graph. Calls that need another cache run as usual."""
     model, options = build("hybrid"), {**prompts(6, 3), "max_new_tokens": 9, "do_sample": False}

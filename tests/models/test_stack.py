@@ -55,13 +55,14 @@ def test_steps_add_residuals_later_and_count_tokens(hook):
     if hook:
         stack[1].norm.register_forward_hook(lambda *_: calls.append(1))
     layers = [StaticBeliefLayer(12) for _ in stack]
-    cache, found = CacheOfCall(layers, InputLayout()), []
+    found = []
     with torch.no_grad():
         expected = stack(x).hidden_state
-        found.append(stack(x[:, :6], cache=cache).hidden_state)
+        found.append(stack(x[:, :6], cache=CacheOfCall(layers, InputLayout(), [])).hidden_state)
         for layer in layers:
             layer.in_place = True
         for t in range(6, 9):
+            cache = CacheOfCall(layers, InputLayout(), [])
             output = stack(x[:, t : t + 1], cache=cache, output_hidden_states=t == 8)
             found.append(output.hidden_state)
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-4, atol=1e-5)

@@ -332,7 +332,7 @@ class KalmixModel(KalmixPreTrainedModel):
             output = self.layers(
                 self._embed(part.compact(given[:, first:end] if chunked else given)),
                 layout=part,
-                cache=CacheOfCall(cache_layers, part) if cache_layers else None,
+                cache=CacheOfCall(cache_layers, part, []) if cache_layers else None,
                 output_states=bool(output_attentions),
                 output_hidden_states=bool(output_hidden_states),
                 output_beliefs=output_beliefs,

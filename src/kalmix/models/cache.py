@@ -123,13 +123,16 @@ class BeliefLayer(CacheLayerMixin):
         if self.structure is not None:
             self.tensors = with_exact_times(self.tensors, self.structure)
 
-    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
-        """Store the state after a call of the mixer that started from `get_state`.
+    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> Tensor | None:
+        """Store the state after a call of the mixer that started from `get_state`, and count its tokens.
 
         Args:
             state: state after the call.
             mixer_input: `[B, T, D]`, input of the mixer in that call.
             layout: sequences in the input.
+
+        Returns:
+            `None`: there is no counter left to increase.
         """
         entry, calls = self.entry, ()
         if self.record_past:
@@ -146,9 +149,6 @@ class BeliefLayer(CacheLayerMixin):
     def get_pool(self, mixer: Mixer) -> Belief | None:
         """Return the tensors that a step updates: the state."""
         return self.get_state(mixer)
-
-    def pending_counter(self) -> Tensor | None:
-        """Return `None`: `set_state` counts tokens."""
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens.
@@ -240,10 +240,12 @@ class CacheOfCall(NamedTuple):
     Attributes:
         layers: one per block.
         layout: sequences in the input of the call.
+        counters: counters of tokens that `finish` increases.
     """
 
     layers: list[BeliefLayer]
     layout: InputLayout
+    counters: list[Tensor]
 
     def get_state(self, index: int, mixer: Mixer, slots: Slots | None = None) -> Belief | None:
         """Return the state from which the mixer of a block continues, or the pool of `slots`; `None` for its prior."""
@@ -257,14 +259,14 @@ class CacheOfCall(NamedTuple):
     def set_state(self, index: int, output: BlockOutput) -> None:
         """Store the state of the mixer after a call of its block."""
         assert output.state is not None and output.mixer_input is not None
-        self.layers[index].set_state(output.state, output.mixer_input, self.layout)
+        counter = self.layers[index].set_state(output.state, output.mixer_input, self.layout)
+        if counter is not None:
+            self.counters.append(counter)
 
     def finish(self) -> None:
         """Count the tokens of a step in place, in one kernel for all layers."""
-        pending = [layer.pending_counter() for layer in self.layers]
-        counters = [counter for counter in pending if counter is not None]
-        if counters:
-            torch._foreach_add_(counters, 1)
+        if self.counters:
+            torch._foreach_add_(self.counters, 1)
 
 
 def belief_layers(cache: Cache | None, count: int, name: str = CACHE_NAME) -> list[BeliefLayer]:

@@ -55,7 +55,6 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.in_place: bool = False
         self.rings: bool = False
         self.rows: Tensor | None = None
-        self.counts_later: bool = False
         self.tensors: list[Tensor] = []
         self.structure: Structure = None
 
@@ -131,13 +130,17 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self.rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
         return Slots(self.rows, self.rows)
 
-    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> None:
+    def set_state(self, state: Belief, mixer_input: Tensor, layout: InputLayout) -> Tensor | None:
         """Copy the state after a call of the mixer that started from `get_state` into the buffers.
 
         Args:
             state: state after the call.
             mixer_input: `[B, T, D]`, input of the mixer in that call.
             layout: sequences in the input.
+
+        Returns:
+            The counter of tokens, if the mixer has updated the buffers itself: the caller adds 1 to it in place.
+            Otherwise `None`, and the tokens are counted.
 
         Raises:
             ArgumentError: there are more than `max_cache_len` tokens. On a GPU, or compiled, a history instead writes
@@ -153,15 +156,10 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
             self.is_initialized = True
         with torch.no_grad():
             if all(x is buffer for x, buffer in zip(flatten(state)[0], self.tensors, strict=False)):
-                self.counts_later = True
-                return
+                return length
             _store(rebuild(self.tensors, self.structure), state, self.window, continued, self.rings)
             self.cumulative_length.add_(added)
-
-    def pending_counter(self) -> Tensor | None:
-        """Return the counter of tokens, if the caller must add 1 to it in place; otherwise `None`."""
-        pending, self.counts_later = self.counts_later, False
-        return self.cumulative_length if pending else None
+        return None
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise `ArgumentError`, unless `tokens_to_remove` is 0."""
