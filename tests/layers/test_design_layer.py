@@ -5,7 +5,7 @@ import torch
 
 from kalmix import designs
 from kalmix.designs import Covariance, Design, Evidence, Transition
-from kalmix.layers import DesignLayer, GatedDeltaNet
+from kalmix.layers import GLA, KDA, KLA, BayesianLayer, DesignLayer, GatedDeltaNet, GatedKalmaNet, Mamba2, RetNet
 
 from .test_memory import D, made, projected, unit
 
@@ -40,6 +40,13 @@ def test_every_design_is_a_layer(name):
         assert (found.variance is not None) == design.has_variance == layer.has_posterior
         answers.append(found.mean)
     assert torch.equal(answers[0], answers[1]) and torch.equal(answers[0], answers[2])
+
+
+@pytest.mark.parametrize("paper", [BayesianLayer, GatedDeltaNet, GatedKalmaNet, GLA, KDA, KLA, Mamba2, RetNet])
+def test_design_layers_have_the_dynamics_of_the_papers_layer(paper):
+    """Rates of memories without process noise are no dynamics: they learn at the full rate."""
+    layer = DesignLayer(D, design=paper.design, heads=2, head_dim=3)
+    assert any(True for _ in layer.dynamics_parameters()) == any(True for _ in paper(D).dynamics_parameters())
 
 
 @pytest.mark.parametrize("decay", ["none", "cell"])

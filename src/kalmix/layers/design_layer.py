@@ -131,8 +131,14 @@ class DesignLayer(MemoryLayer):
         self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Return the learned parameters of the transition, except projections."""
-        dynamics = self.dynamics if self.decay is None else self.decay.dynamics
+        """Return rates, step biases and noises of the transition: those of cells, or of a design with process noise.
+
+        Without process noise, rates per head or key are left out, as by `GatedDeltaNet`: published code gives them no
+        lower learning rate.
+        """
+        dynamics = self.dynamics
+        if self.decay is not None and self.design.transition.diffusion:
+            dynamics = self.decay.dynamics
         return iter(()) if dynamics is None else dynamics.parameters()
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:
