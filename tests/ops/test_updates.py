@@ -223,7 +223,6 @@ def test_updates_as_filtered_round_as_the_op():
         torch.testing.assert_close(update.apply(zero).mean, final.mean, rtol=1e-5, atol=1e-6)
         exact = OPS[name].update(k, v, **signals)
         assert_close(update, exact, 0.05)
-        assert not update.mean.requires_grad
 
 
 @pytest.mark.parametrize("name", ["additive", "delta", "dense", "diagonal", "ridge"])

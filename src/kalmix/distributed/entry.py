@@ -30,7 +30,7 @@ def gather_updates(
         op: the op, which has updates.
         v: values `[B, T, G, V]`.
         signals: arguments of the op beside q, v, the belief and the segments.
-        as_filtered: compute updates without gradients, rounded as the op rounds.
+        as_filtered: round updates as the op rounds.
 
     Returns:
         The update by each span, in order of time, `[B, ...]`; and a function that returns the prior of `count` runs.

@@ -107,7 +107,7 @@ def additive(
     if gain is not None:
         check_signal("gain", gain, (PER_HEAD,), sizes, v)
     k, v, log_decay, gain = to_state_dtype(v, k, v, log_decay, gain)
-    return _sum(k, v, log_decay, gain, segments, sizes)
+    return additive_as_filtered(k, v, log_decay=log_decay, gain=gain, segments=segments)
 
 
 def additive_as_filtered(
@@ -118,23 +118,11 @@ def additive_as_filtered(
     gain: Tensor | None = None,
     segments: Segments | None = None,
 ) -> AdditiveUpdate:
-    """Compute `additive` without gradients, with the op's own rounding: half precision if the inputs are.
+    """Compute `additive` with the op's own rounding: half precision if the inputs are. Signals are not checked.
 
-    The memory after the tokens then has the rounding error of the op. Its arguments are those of `additive`.
+    The memory after the tokens then has the rounding error of the op. It filters the values from a memory of zeros.
     """
-    with torch.no_grad():
-        return _sum(k, v, log_decay, gain, segments, check_update_tokens(k, v, segments))
-
-
-def _sum(
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    gain: Tensor | None,
-    segments: Segments | None,
-    sizes: dict[str, int],
-) -> AdditiveUpdate:
-    """Filter the values from a memory of zeros."""
+    sizes = check_update_tokens(k, v, segments)
     if min(sizes.values()) > 0 and uses_triton("additive", KERNELS, k, v, log_decay, gain):
         prior = v.new_zeros(*(sizes[x] for x in "NGKV"), dtype=belief_dtype(v.dtype))
         memory = final_memory(AdditiveSignals(k, k, v, log_decay, gain), prior, segments, corrects=False)

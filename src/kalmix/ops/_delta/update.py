@@ -110,7 +110,7 @@ def delta(
     if log_decay is not None:
         check_signal("log_decay", log_decay, (PER_HEAD, PER_KEY), sizes, v, maximum=0.0)
     k, v, gain, log_decay = to_state_dtype(v, k, v, gain, log_decay)
-    return _map_columns(k, v, gain, log_decay, segments, sizes)
+    return delta_as_filtered(k, v, gain=gain, log_decay=log_decay, segments=segments)
 
 
 def delta_as_filtered(
@@ -121,18 +121,11 @@ def delta_as_filtered(
     log_decay: Tensor | None = None,
     segments: Segments | None = None,
 ) -> DeltaUpdate:
-    """Compute `delta` without gradients, with the op's own rounding: half precision if the inputs are.
+    """Compute `delta` with the op's own rounding: half precision if the inputs are. Signals are not checked.
 
-    The memory after the tokens then has the rounding error of the op. Its arguments are those of `delta`.
+    The memory after the tokens then has the rounding error of the op. It filters the values [v, 0] from [0, I].
     """
-    with torch.no_grad():
-        return _map_columns(k, v, gain, log_decay, segments, check_update_tokens(k, v, segments))
-
-
-def _map_columns(
-    k: Tensor, v: Tensor, gain: Tensor, log_decay: Tensor | None, segments: Segments | None, sizes: dict[str, int]
-) -> DeltaUpdate:
-    """Filter the values [v, 0] from the memory [0, I]."""
+    sizes = check_update_tokens(k, v, segments)
     columns = torch.cat([v, v.new_zeros(*v.shape[:3], sizes["K"])], -1)
     zero = v.new_zeros(*(sizes[x] for x in "NGKV"), dtype=belief_dtype(v.dtype))
     prior = torch.cat([zero, identity_matrix(zero, sizes["K"])], -1)

@@ -33,8 +33,7 @@ class OpSpec:
             says. Tests draw variances from this value to 100.
         update: function that computes what tokens do to any belief, such as `kalmix.updates.dense`; `None` if the
             belief stores all tokens.
-        update_as_filtered: like `update`, but without gradients, and rounded as `function` rounds; `None` if `update`
-            serves.
+        update_as_filtered: like `update`, but rounded as `function` rounds; `None` if `update` serves.
         prior: function `(v, sizes)` that returns the default prior in the dtype of beliefs for values `v`, given the
             sizes N, G, K and V by letter; `None` likewise.
         name: name of the op, such as "dense"; a property.
