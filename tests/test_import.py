@@ -60,12 +60,14 @@ def test_needs_torch_alone():
 
 
 def test_import_is_quick_beyond_torch():
-    """Time of the processor, best of three, since other work may share the machine; the promise is well under a second.
+    """Time of the processor, in one of three processes, since other work may share the machine.
+
+    The promise is well under a second.
 
     Objects of torch are frozen: 0.2 s of garbage collection over them is due after torch whatever is imported next.
     """
     code = "import gc, time, torch; gc.freeze(); t = time.process_time(); import kalmix; print(time.process_time() - t)"
-    took = [
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout) for _ in range(3)
-    ]
+    took: list[float] = []
+    while not took or (took[-1] >= 0.5 and len(took) < 3):
+        took.append(float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout))
     assert min(took) < 0.5, took
