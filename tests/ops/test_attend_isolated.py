@@ -67,7 +67,7 @@ def _spoil(x: Tensor, value: float, where: list[tuple[int, int, int]]) -> Tensor
     return x
 
 
-def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> list[Tensor]:
     """Return outputs and gradients of q, k and v, with `value` in spoiled tokens and in their upstream gradients."""
     spoil = partial(_spoil, value=0.0 if value is None else value, where=[] if value is None else SPOILED)
     given = with_gradients({name: spoil(y) if name in PER_TOKEN else y for name, y in x.items()})
@@ -77,20 +77,20 @@ def _answer(op: Op, x: Signals, value: float | None, **options: Any) -> tuple[li
     outputs = mean_var(found)
     weights = [spoil(torch.randn(y.shape, generator=draw, dtype=y.dtype)) for y in outputs]
     grads = torch.autograd.grad(outputs, [given[name] for name in "qkv"], weights)
-    return outputs, list(grads)
+    return [*outputs, *grads]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e200])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_padding_and_neighbours_change_no_sequence(options: dict[str, Any], value: float, op: Op) -> None:
+def test_padding_and_neighbours_change_no_sequence(options: dict[str, Any], op: Op) -> None:
     x = signals(groups=1)
-    for ours, theirs in zip(_answer(op, x, value, **options), _answer(op, x, None, **options), strict=True):
-        for got, want in zip(ours, theirs, strict=True):
+    unspoiled = _answer(op, x, None, **options)
+    for value in (float("nan"), float("inf"), 1e200):
+        for got, want in zip(_answer(op, x, value, **options), unspoiled, strict=True):
             for row, start, stop in (RUNS[0], RUNS[2], RUNS[3]):
-                assert torch.equal(got[row, start:stop], want[row, start:stop])
+                assert torch.equal(got[row, start:stop], want[row, start:stop]), value
             for row, start, stop in SPOILED[1:]:
                 assert not got[row, start:stop].any()
-    mean = _answer(op, x, value, **options)[0][0]
+    mean = _answer(op, x, value, **options)[0]
     assert mean[0, 4:7].isnan().all()
 
 
