@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -18,6 +19,7 @@ from kalmix.types import Filtered
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIGNALS = ("q", "k", "v", "log_decay", "gain")
 EPS = torch.finfo(torch.float32).eps
+LENGTHS = {"chunked": 70, "reference": 24}  # the first are two chunks; both are more tokens than keys have entries
 SYSTEMS = {  # ridge, norm of keys, and the ridge after it is raised in float32
     "large keys": (Fixed(0.25), 1e3, Fixed(0.25)),
     "larger keys": (Fixed(0.25), 1e6, Adaptive(EPS)),
@@ -58,6 +60,13 @@ def answers(kernel: str, x: dict[str, Tensor], strength: Ridge, solver: Solver) 
     return {name: y.detach().double() for name, y in named.items()}
 
 
+@cache
+def exact_answers(length: int, scale: float, strength: Ridge) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return signals in float32, and the answers to them in float64."""
+    x = signals(length, 16, scale)
+    return {name: y.float() for name, y in x.items()}, answers("chunked", x, strength, Exact())
+
+
 def error(got: Tensor, want: Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
@@ -71,9 +80,8 @@ def test_ill_conditioned_systems_are_solved_with_a_raised_ridge(kernel, system, 
     Gradients of gates are sums with cancellation.
     """
     strength, scale, raised = SYSTEMS[system]
-    x = signals(70, 16, scale)
-    want = answers("chunked", x, raised, Exact())
-    got = answers(kernel, {name: y.float() for name, y in x.items()}, strength, solver)
+    x, want = exact_answers(LENGTHS[kernel], scale, raised)
+    got = answers(kernel, x, strength, solver)
     for name, y in want.items():
         assert error(got[name], y) < (2 if name in ("log_decay", "gain") else 0.5), name
 
@@ -81,10 +89,9 @@ def test_ill_conditioned_systems_are_solved_with_a_raised_ridge(kernel, system, 
 @pytest.mark.parametrize("solver", [Exact(), ConjugateGradient(150), Chebyshev(30)], ids=str)
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
 def test_huge_keys_give_finite_results(kernel, solver):
-    x = signals(70, 16, 1e9)
     for strength, raised in ((Fixed(0.25), Adaptive(EPS)), (Adaptive(0.02), Adaptive(0.02))):
-        want = answers("chunked", x, raised, Exact())
-        got = answers(kernel, {name: y.float() for name, y in x.items()}, strength, solver)
+        x, want = exact_answers(LENGTHS[kernel], 1e9, raised)
+        got = answers(kernel, x, strength, solver)
         assert all(bool(y.isfinite().all()) for y in got.values())
         unconverged = isinstance(solver, Chebyshev) and isinstance(
             strength, Fixed
@@ -97,9 +104,8 @@ def test_huge_keys_give_finite_results(kernel, solver):
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
 def test_unconverged_solutions_are_bounded(kernel, system, solver):
     strength, scale, raised = SYSTEMS[system]
-    x = signals(70, 16, scale)
-    want = answers("chunked", x, raised, Exact())
-    got = answers(kernel, {name: y.float() for name, y in x.items()}, strength, solver)
+    x, want = exact_answers(LENGTHS[kernel], scale, raised)
+    got = answers(kernel, x, strength, solver)
     for name, y in want.items():
         assert float(got[name].norm()) < 3 * float(y.norm()), name
 
