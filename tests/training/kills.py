@@ -17,7 +17,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from killing import Run, main
 
+from kalmix.analysis import plots  # noqa: F401 - imported once, before the sessions fork
 from kalmix.files import PARTIAL
+from kalmix.training import evaluation
 from kalmix.training.trainer import KalmixTrainer
 from training.conftest import WORDS
 
@@ -72,4 +74,5 @@ class Train(Run):
 
 
 if __name__ == "__main__":
+    evaluation.EXCERPT_CHARS = 32  # labels of tokens take most of the time of a figure
     main(Train)
