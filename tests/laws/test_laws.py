@@ -45,8 +45,13 @@ SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for 
 }
 
 
-COMPILED = {("triton", "additive"), ("triton", "attend")}  # others are compiled by tests of layers
-CHUNKED_IN_FLOAT64 = ("chunked", torch.float64)
+COMPILED = {("triton", "additive")}  # others are compiled by tests of layers and in `test_compiled_lengths`
+VARIANTS = ("attend-window", "attend-shared")  # of `attend`, which stands for them in these laws:
+SAME_IN_VARIANTS = {
+    "agrees_over_all_documented_noises",
+    "forward_mode_is_right_or_refused",
+    "half_precision_inputs_keep_float32_beliefs",
+}
 
 
 def _slow(case, name):
@@ -59,8 +64,9 @@ def _slow(case, name):
         return case.name not in ("delta", "attend", "dense")
     if case.interpreted and case.name == "dense-turning":  # `test_dense_triton` compares rotations with the reference
         return name != "one_at_a_time_equals_the_whole"
-    noises = name == "agrees_over_all_documented_noises"  # errors of float32 are the larger ones
-    if noises and (case.name in ("attend-window", "attend-shared") or (case.kernel, case.dtype) == CHUNKED_IN_FLOAT64):
+    if name in SAME_IN_VARIANTS and case.name in VARIANTS:
+        return True
+    if name == "agrees_over_all_documented_noises" and case.dtype == torch.float64:  # errors of float32 are larger
         return True
     return case.interpreted and name in SLOW_INTERPRETED and case.name not in ("additive", "attend")
 
