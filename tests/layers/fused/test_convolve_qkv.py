@@ -50,16 +50,16 @@ def small_programs(monkeypatch):
         monkeypatch.setattr(convolution_launch, name, sizes._replace(channels=32, unroll=4, chunk=4))
 
 
-@pytest.mark.parametrize("rows", [None, ROWS])
 @pytest.mark.parametrize(
-    ("count", "norm"),
+    ("count", "norm", "rows"),
     [
-        (8, NORM),
-        (40, UnitNorm(8, 0.5)),  # more columns than a block has
-        (9, UnitNorm(3, 0.5)),  # heads are padded to 4 columns
-        (64, UnitNorm(64)),  # a head has more columns than a block should have
-        (8, UnitNorm(8, 0.5, 1e-2, eps_on_length=True)),
-        (8, UnitNorm()),
+        (8, NORM, None),
+        (8, NORM, ROWS),
+        (40, UnitNorm(8, 0.5), ROWS),  # more columns than a block has
+        (9, UnitNorm(3, 0.5), ROWS),  # heads are padded to 4 columns
+        (64, UnitNorm(64), ROWS),  # a head has more columns than a block should have
+        (8, UnitNorm(8, 0.5, 1e-2, eps_on_length=True), ROWS),
+        (8, UnitNorm(), ROWS),
     ],
 )
 def test_queries_and_keys_have_unit_length(count, norm, rows):
