@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,11 +20,9 @@ def paragraph(seed: int) -> str:
 
 
 @pytest.fixture(scope="module")
-def python() -> Iterator[text.Corpus]:
-    """Load the default corpus; the standard library, which takes seconds to parse, is parsed once for this file."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(text, "_docstrings", functools.cache(text._docstrings))
-        yield text.load_corpus()
+def python() -> text.Corpus:
+    """Load the default corpus, which takes seconds."""
+    return text.load_corpus()
 
 
 def test_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
@@ -51,6 +47,7 @@ def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.
     assert text.load_corpus() == python
 
 
+@pytest.mark.slow  # `test_held_out_paragraphs_are_taken_out_of_the_training_text` is quick
 def test_training_and_held_out_text_share_no_paragraph(python: text.Corpus) -> None:
     learned, judged = (
         {" ".join(part.split()) for document in documents for part in document.split("\n\n")}
@@ -59,10 +56,26 @@ def test_training_and_held_out_text_share_no_paragraph(python: text.Corpus) -> N
     assert [part for part in learned & judged if len(part) >= 64] == []
 
 
-@pytest.mark.usefixtures("python")
-def test_default_corpus_excludes_the_language_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_corpus_without_the_topics_of_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some installations lack the topics; then the corpus has the docstrings of all files of the library."""
+    monkeypatch.setattr(text, "_docstrings", lambda file: str(file) * 100)  # parsing them takes seconds
+    documents = text.python_documentation()
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
-    assert sum(map(len, text.python_documentation().values())) > 1_000_000
+    found = text.python_documentation()
+    assert len(found) > 300 and "json/decoder.py" in found
+    assert documents.keys() - found.keys() == {name for name in documents if name.startswith("help(")}
+    assert len(documents) > len(found)
+
+
+@pytest.mark.parametrize("source", ["def f(:", "\0"])
+def test_files_that_are_no_python_have_no_docstrings(tmp_path: Path, source: str) -> None:
+    (tmp_path / "template.py").write_text(source)
+    assert text._docstrings(tmp_path / "template.py") == ""
+
+
+def test_docstrings_are_read_in_the_order_of_the_source(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text('"""One."""\nclass A:\n    """Two."""\n    def f(self):\n        """Three."""\n')
+    assert text._docstrings(tmp_path / "a.py") == "One.\n\nTwo.\n\nThree."
 
 
 def test_a_single_file_is_cut_between_paragraphs() -> None:
