@@ -148,7 +148,8 @@ def test_training_stores_one_memory_per_tile(op, decay):
 )
 def test_final_memories_are_those_of_the_op(op, gain, decay, segments):
     """They are equal to the last digit: the same kernels run, without storing what the backward pass needs."""
-    inputs = arguments(gain, decay, 2, 70, (1, 2), 16, 24, None if segments is None else segments.count, HALF)
+    batch, sequences = (1, None) if segments is None else (2, segments.count)
+    inputs = arguments(gain, decay, batch, 70, (1, 2), 16, 24, sequences, HALF)
     prior = inputs.pop("mean")
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     expected = OPS[op].function(**inputs, belief=PointBelief(prior), segments=segments, kernel="triton").belief.mean
@@ -161,7 +162,8 @@ def test_final_memories_are_those_of_the_op(op, gain, decay, segments):
     ("op", "gain", "decay"), [("delta", "head", "head"), ("delta", "key", "key"), ("additive", None, "head")]
 )
 def test_gradients_of_the_prior_alone_are_those_of_the_whole_backward_pass(op, gain, decay, segments):
-    inputs = arguments(gain, decay, 2, 70, (1, 2), 16, 24, None if segments is None else segments.count, HALF)
+    batch, sequences = (1, None) if segments is None else (2, segments.count)
+    inputs = arguments(gain, decay, batch, 70, (1, 2), 16, 24, sequences, HALF)
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     prior = leaves.pop("mean")
