@@ -61,12 +61,12 @@ def test_sampling(model):
 
 
 def test_assisted_generation(model):
-    """Draft models change nothing, whether mostly wrong (other models) or mostly right (a near copy)."""
+    """Draft models change nothing, whether mostly wrong (another model) or mostly right (a near copy)."""
     ids, near = tokens(1, 5), copy.deepcopy(model)
     with torch.no_grad():
         near.lm_head.weight.add_(0.05 * torch.randn_like(near.lm_head.weight))
     expected = greedy(model, ids)
-    for draft in (near, *(build(name, seed=9) for name in ("gpt", "kla", "hybrid"))):
+    for draft in (near, build("hybrid", seed=9)):
         assert torch.equal(greedy(model, ids, assistant_model=draft), expected)
 
 
