@@ -105,7 +105,9 @@ def inputs_with_signals(case, setting):
 
 
 @pytest.mark.parametrize("setting", SMALLEST_NOISES, ids=str)
-@pytest.mark.parametrize(("width", "length"), [(3, 19), (16, 24), (24, 32), (33, 24)])
+@pytest.mark.parametrize(
+    ("width", "length"), [(3, 19), (16, 24), pytest.param(24, 32, marks=pytest.mark.slow), (33, 24)]
+)
 @pytest.mark.parametrize("problem", ["dense", "dense-turning"])
 @pytest.mark.parametrize("kernel", ["chunked", "reference"])
 def test_smallest_noise_is_within_the_error_budget(kernel, problem, width, length, setting):
