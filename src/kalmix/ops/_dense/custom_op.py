@@ -134,7 +134,7 @@ def _forward(
         q, k, noise_axis = rotate_signals(q, k, angle, chunk_angles, segments)
         log_decay, mean, covariance = pair_decays(log_decay, angle), interleave(mean, (-2,)), interleave(covariance)
     signals = (q, k, v, obs_noise, process_noise, log_decay, noise_axis)
-    size = tile_size(v.shape[1], v.dtype)
+    size = tile_size(v, rows)
     variances, final_mean, final_covariance, gains, results = forward(
         *signals, mean, covariance, segments, variance, size, saved_cov, cuda
     )
@@ -221,7 +221,7 @@ def _backward(
     )
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
-    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v.shape[1], v.dtype)
+    segments, size = None if rows is None else segments_without_checks(rows), tile_size(v, rows)
     saved = SavedGains(gain, rounded_gain if rounded_gain.numel() else gain, innovation_var, covariances)
     results = ForwardResults(grad_mean, states, errors, inverses, v.new_empty(0), v.new_empty(0))
     noises = obs_noise, process_noise

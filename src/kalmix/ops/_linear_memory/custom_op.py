@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.beliefs import PointBelief
 from kalmix.ops._linear_memory.scratch import SUBTILE
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
-from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_block
+from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_tile
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 from kalmix.validation import FLOAT32_STATE_DTYPES
@@ -56,9 +56,13 @@ def final_memory(
         return _final_memory(signals.k, signals.v, signals.gain, signals.log_decay, prior, rows, corrects)
 
 
-def tile_size(length: int, dtype: torch.dtype) -> int:
-    """Return the tokens per tile: 16 for up to 64 tokens, else 32 in float32 and 64 in half precision."""
-    return tokens_per_block(length, 32 if dtype == torch.float32 else 64)
+def tile_size(v: Tensor, rows: Tensor | None) -> int:
+    """Return the tokens per tile for values `[B, T, G, V]`: at most 32 in float32 and 64 in half precision.
+
+    Short sequences have smaller tiles: see `tokens_per_tile`.
+    """
+    sequences = None if rows is None else rows.shape[0]
+    return tokens_per_tile(v.shape[0], v.shape[1], sequences, 32 if v.dtype == torch.float32 else 64)
 
 
 def stored_shapes(
@@ -69,7 +73,7 @@ def stored_shapes(
     Memories are flattened: see `tokens_per_block`.
     """
     batch, length, heads, width = v.shape
-    size = tile_size(length, v.dtype)
+    size = tile_size(v, rows)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
     states = (count * heads * k.shape[3] * width,) if store else (0,)
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
@@ -82,7 +86,7 @@ def _decay_shapes(
 
     Decays are flattened: see `tokens_per_block`.
     """
-    (batch, length, heads, _), size = v.shape, tile_size(v.shape[1], v.dtype)
+    (batch, length, heads, _), size = v.shape, tile_size(v, rows)
     if not store or log_decay is None or log_decay.ndim != 4:
         return (0,), (0,)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
@@ -105,7 +109,7 @@ def _tiling(v: Tensor, rows: Tensor | None, placeholder: Tensor) -> Tiling:
     from kalmix.ops._shared.triton.tiles import tile_sequences
 
     segments = None if rows is None else segments_without_checks(rows)
-    return tile_sequences(v.shape[0], v.shape[1], tile_size(v.shape[1], v.dtype), segments, placeholder)
+    return tile_sequences(v.shape[0], v.shape[1], tile_size(v, rows), segments, placeholder)
 
 
 def _forward(

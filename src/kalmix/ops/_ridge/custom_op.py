@@ -43,7 +43,7 @@ def ridge(
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of solutions, norms, and H and U at the entry of every tile; the last three are flattened."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
-    size = tile_size(length, width, k.dtype)
+    size = tile_size(k, rows)
     tiles = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
     states = tiles * heads
     return (batch, length, heads, width), (states * size,), (states * width * width,), (states * width * values,)
@@ -68,7 +68,7 @@ def _forward(
     from kalmix.ops._ridge.triton.forward import forward
 
     inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations)
-    return forward(*inputs, tile_size(k.shape[1], k.shape[3], k.dtype))
+    return forward(*inputs, tile_size(k, rows))
 
 
 def _dry_run(
@@ -78,7 +78,7 @@ def _dry_run(
     from kalmix.ops._ridge.triton.backward import backward
     from kalmix.ops._ridge.triton.forward import forward
 
-    signals, size = (q, k, v, log_decay, gain, mix), tile_size(k.shape[1], k.shape[3], k.dtype)
+    signals, size = (q, k, v, log_decay, gain, mix), tile_size(k, rows)
     options = (adaptive, ridge_parameter, conjugate, iterations, size)
     outputs = forward(*signals, cross, gram, rows, *options)
     if needs_gradient:
@@ -119,7 +119,7 @@ def _backward(
     from kalmix.ops._ridge.triton.backward import backward
 
     saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
-    size = tile_size(k.shape[1], k.shape[3], k.dtype)
+    size = tile_size(k, rows)
     options = (adaptive, ridge_parameter, conjugate, iterations)
     return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options, size)
 

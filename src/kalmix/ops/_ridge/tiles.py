@@ -1,10 +1,16 @@
 """Tile size of the Triton kernels of `ridge`. It is also needed where Triton is not installed."""
 
 import torch
+from torch import Tensor
 
-from kalmix.ops._shared.token_blocks import tokens_per_block
+from kalmix.ops._shared.token_blocks import tokens_per_tile
 
 
-def tile_size(length: int, width: int, dtype: torch.dtype) -> int:
-    """Return the number of tokens per tile: 64 in bfloat16 with keys wider than 32, else 32; 16 for up to 64 tokens."""
-    return tokens_per_block(length, 64 if dtype == torch.bfloat16 and width > 32 else 32)
+def tile_size(k: Tensor, rows: Tensor | None) -> int:
+    """Return the tokens per tile for keys `[B, T, H, K]`: at most 64 in bfloat16 with keys wider than 32, else 32.
+
+    Short sequences have smaller tiles: see `tokens_per_tile`.
+    """
+    sequences = None if rows is None else rows.shape[0]
+    large = 64 if k.dtype == torch.bfloat16 and k.shape[3] > 32 else 32
+    return tokens_per_tile(k.shape[0], k.shape[1], sequences, large)

@@ -1,4 +1,4 @@
-"""Number of tokens in a block, a rule that `torch.compile` can trace without a guard on the length."""
+"""Numbers of tokens in blocks and tiles, rules that `torch.compile` can trace without guards on lengths."""
 
 from __future__ import annotations
 
@@ -19,6 +19,28 @@ def tokens_per_block(length: int, large: int) -> int:
     if isinstance(length, int):
         return SMALL if length <= MAX_SHORT else large
     return SMALL + (large - SMALL) * torch.sym_min(1, torch.sym_max(0, length - MAX_SHORT))
+
+
+def tokens_per_tile(batch: int, length: int, sequences: int | None, large: int) -> int:
+    """Return the number of tokens per tile, for sequences with a mean of `batch * length / sequences` tokens.
+
+    It is 16 below a mean of 32 tokens, 32 below 64, and never more than that of `tokens_per_block`. So the tiles of all
+    sequences together have room for at most twice the tokens, and for 16 more tokens per sequence. Lengths are not
+    read, because this would synchronise with the GPU.
+
+    Args:
+        batch: B.
+        length: T.
+        sequences: number of packed sequences; `None` if each batch row is one sequence.
+        large: largest tile, 32 or 64 tokens.
+    """
+    size = tokens_per_block(length, large)
+    if sequences is None:
+        return size
+    mean = batch * length // sequences
+    if isinstance(mean, int) and isinstance(size, int):
+        return min(size, 16 if mean < 32 else 32 if mean < 64 else 64)
+    return torch.sym_min(size, 16 + 16 * torch.sym_min(1, mean // 32) + 32 * torch.sym_min(1, mean // 64))
 
 
 def num_blocks(length: int, size: int) -> int:
