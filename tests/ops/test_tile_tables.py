@@ -29,7 +29,8 @@ def packed(request):
 def test_tables_have_the_tiles_of_segments(packed, size):
     segments, batch, length = packed
     tiling, tiles = tile_sequences(batch, length, size, segments, segments.rows), segments.tiles(batch, length, size)
-    assert tiling.tile_table.equal(torch.stack([tiles.token, tiles.count], 1))
+    last = torch.isin(torch.arange(len(tiles.count), device=DEVICE), tiles.last)
+    assert tiling.tile_table.equal(torch.stack([tiles.token, tiles.count, tiles.first + 2 * last], 1))
     row, start, stop = segments.rows.long().unbind(1)
     counts = (stop - start + size - 1) // size
     assert tiling.sequence_table.equal(torch.stack([counts.cumsum(0) - counts, row * length + start, stop - start], 1))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._linear_memory.scratch import SUBTILE
+from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_tile
 from kalmix.segments import Segments, segments_without_checks
@@ -30,18 +31,33 @@ REQUIREMENTS: dict[str, Any] = {  # fields of `Kernel` that the Triton rows of `
 
 
 def filter_memory(
-    signals: AdditiveSignals | DeltaSignals, belief: PointBelief, segments: Segments | None, corrects: bool
+    signals: AdditiveSignals | DeltaSignals,
+    belief: PointBelief,
+    segments: Segments | None,
+    corrects: bool,
+    fresh: bool = False,
+    final: bool = True,
 ) -> Filtered:
     """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
-    The backward pass stores a memory every `tile_size` tokens and, if `corrects`, the prediction errors and an inverse
+    The backward pass stores a memory every `tile_size` tokens of a sequence (if `fresh` and packed, none before the
+    first token) and, if `corrects`, the prediction errors and an inverse
     `[tile_size, tile_size]` for each tile. With decays per key it also stores the scores, a number per token and
     position in the tile, and the decays `[K]` of every 16 tokens; of sequences up to 64 tokens, zeros.
+
+    Args:
+        signals: signals of the tokens.
+        belief: prior.
+        segments: assignment of tokens to sequences, or `None`.
+        corrects: whether to compute `delta`.
+        fresh: whether the prior is 0. Packed sequences then neither read it nor write its gradient.
+        final: whether to return the belief after the last tokens.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
-    mean, final, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors))
-    return Filtered(mean, None, PointBelief(final))
+    fresh = fresh and segments is not None
+    mean, final_mean, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors), fresh, final)
+    return Filtered(mean, None, PointBelief(final_mean) if final else None)
 
 
 def final_memory(
@@ -66,15 +82,18 @@ def tile_size(v: Tensor, rows: Tensor | None) -> int:
 
 
 def stored_shapes(
-    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool
+    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool, fresh: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of stored memories, errors and inverses; `(0,)` for those that are not stored.
 
-    Memories are flattened: see `tokens_per_block`.
+    Memories are flattened: see `tokens_per_block`. If `fresh`, they are those at the boundaries between tiles: see
+    `triton.forward.num_boundaries`.
     """
     batch, length, heads, width = v.shape
     size = tile_size(v, rows)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
+    if fresh:
+        count = batch * length // size + 1
     states = (count * heads * k.shape[3] * width,) if store else (0,)
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
 
@@ -93,12 +112,12 @@ def _decay_shapes(
     return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],)
 
 
-def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store):
-    stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store))
+def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, fresh, final):
+    stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store, fresh))
     scores, decays = _decay_shapes(k, v, log_decay, rows, store)
     decays = v.new_empty(decays, dtype=torch.float32)
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays
+    return mean, prior.new_empty(prior.shape if final else (0,)), *stored, v.new_empty(scores), decays
 
 
 def _tiling(v: Tensor, rows: Tensor | None, placeholder: Tensor) -> Tiling:
@@ -122,24 +141,35 @@ def _forward(
     rows: Tensor | None,
     corrects: bool,
     store: bool,
+    fresh: bool,
+    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
 
     tiling = _tiling(v, rows, q)
     per_key = store and log_decay is not None and log_decay.ndim == 4
-    results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key)
-    final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results)
+    results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key, fresh)
+    final_memory = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, fresh, final)
     states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
-    return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays
+    return results.mean, final_memory, states, errors, inverses, results.scores, results.subtile_decays
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, _, rows, corrects, store = inputs
-    mean, final, *stored = _forward(*inputs)
-    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, final.new_zeros(()).expand(final.shape), corrects)
+    *signals, prior, rows, corrects, store, fresh, _final = inputs
+    mean, _, *stored = _forward(*inputs)
+    grad_final = prior.new_zeros(()).expand(prior.shape) if rows is None else None
+    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, grad_final, corrects, fresh)
     if store:
-        _backward(*arguments)
+        _launch_backward(*arguments)
+
+
+def _backward_fake(*inputs):
+    signals, (k, v), (rows, _, _, _, fresh) = inputs[:5], inputs[1:3], inputs[10:]
+    sequences = v.shape[0] if rows is None else rows.shape[0]
+    prior = (0,) if fresh else (sequences, v.shape[2], k.shape[3], v.shape[3])
+    grads = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in signals)
+    return *grads, v.new_empty(prior, dtype=torch.float32)
 
 
 def _backward(
@@ -155,8 +185,38 @@ def _backward(
     subtile_decays: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
-    grad_final: Tensor,
+    grad_final: Tensor | None,
     corrects: bool,
+    fresh: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    signals, stored = (q, k, v, gain, log_decay), (states, errors, inverses, scores, subtile_decays)
+    grad_final = _zero_if_unpacked(grad_final, k, v, rows)
+    return _cached_backward(*signals, *stored, rows, grad_mean, grad_final, corrects, fresh)
+
+
+def _zero_if_unpacked(grad_final: Tensor | None, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor | None:
+    """Return the gradient of the final memories; zeros for `None`, unless sequences are packed."""
+    if grad_final is not None or rows is not None:
+        return grad_final
+    return filled(0.0, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]), torch.float32, v.device)
+
+
+def _launch_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor | None,
+    log_decay: Tensor | None,
+    states: Tensor,
+    errors: Tensor,
+    inverses: Tensor,
+    scores: Tensor,
+    subtile_decays: Tensor,
+    rows: Tensor | None,
+    grad_mean: Tensor,
+    grad_final: Tensor | None,
+    corrects: bool,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.backward import allocate_gradients, backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
@@ -165,9 +225,13 @@ def _backward(
     stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
     tiling = _tiling(v, rows, q)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
-    grad_prior = backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, grads)
+    arguments = (stored, tiling, grad_mean, grad_final, corrects, grads)
+    grad_prior = backward(q, k, v, gain, log_decay, *arguments, fresh=fresh)
     dq, dk, dv, dgain, ddecay = grads.reduce(q, gain, log_decay)
     return dq, dk, dv, dgain, ddecay, grad_prior
+
+
+_cached_backward = with_launch_cache(_launch_backward)
 
 
 def _backward_to_prior(
@@ -183,14 +247,15 @@ def _backward_to_prior(
     subtile_decays: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
-    grad_final: Tensor,
+    grad_final: Tensor | None,
     corrects: bool,
+    fresh: bool,
 ) -> tuple[Tensor]:
     from kalmix.ops._linear_memory.triton.backward import backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
     stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
-    tiling = _tiling(v, rows, q)
+    tiling, grad_final = _tiling(v, rows, q), _zero_if_unpacked(grad_final, k, v, rows)
     return (backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, None),)
 
 
@@ -214,8 +279,9 @@ _filter = register_filter_op(
     "kalmix::memory_triton",
     with_launch_cache(_forward, _dry_run),
     _forward_fake,
-    with_launch_cache(_backward),
+    _backward,
     outputs=2,
     kernel="kernel 'triton' of `additive` and `delta`",
     prior=with_launch_cache(_backward_to_prior),
+    backward_fake=_backward_fake,
 )

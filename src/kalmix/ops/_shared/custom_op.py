@@ -57,6 +57,7 @@ def register_filter_op(
     outputs: int,
     kernel: str,
     prior: Function | None = None,
+    backward_fake: Function | None = None,
 ) -> Any:
     """Register a filter as a custom op, and its backward pass as the custom op `<name>_backward`.
 
@@ -73,6 +74,8 @@ def register_filter_op(
         kernel: name of the kernel in error messages.
         prior: function of the arguments of `backward` that returns the gradients of the incoming belief alone, as a
             tuple. It is called inside `gradients_of_prior_only`, in eager code.
+        backward_fake: function of the arguments of `backward` that returns empty tensors like its results. Required if
+            the gradients of the final belief may be `None`; otherwise those of the incoming belief have their shapes.
     """
     op = custom_op(name, forward, fake)
     names, backward_names = [x.name for x in op._schema.arguments], unwrap(backward).__annotations__
@@ -81,12 +84,12 @@ def register_filter_op(
     options = [i for i, x in enumerate(names) if i > rows and x in backward_names]
     begin = signals + len(op._schema.returns) - outputs + 1  # index of the first output gradient
 
-    def backward_fake(*inputs: Any) -> tuple[Tensor, ...]:
+    def gradients_like_inputs(*inputs: Any) -> tuple[Tensor, ...]:
         belief = inputs[begin : begin + outputs][signals - rows :]  # it has the shapes of the incoming one
         like = [inputs[0].new_empty(0) if x is None else x for x in (*inputs[:signals], *belief)]
         return tuple(x.new_empty(x.shape) for x in like)
 
-    backward_op = custom_op(f"{name}_backward", backward, backward_fake)
+    backward_op = custom_op(f"{name}_backward", backward, backward_fake or gradients_like_inputs)
     run_backward = without_dispatcher(backward_op)
     optional = [isinstance(x.type, torch.OptionalType) for x in backward_op._schema.arguments[begin : begin + outputs]]
 
@@ -112,7 +115,9 @@ def register_filter_op(
             return *[None] * signals, *belief_grads, *[None] * (len(names) - rows)
         results = run_backward(*saved, *output_grads, *ctx.options)
         signal_grads = (None if x is None else grad for x, grad in zip(saved, results[:signals], strict=False))
-        return *signal_grads, *results[signals:], *[None] * (len(names) - rows)
+        pairs = zip(results[signals:], ctx.needs_input_grad[signals:rows], strict=True)
+        belief_grads = (grad if needed else None for grad, needed in pairs)
+        return *signal_grads, *belief_grads, *[None] * (len(names) - rows)
 
     return without_dispatcher(op, setup, register_backward(op, kernel, setup, gradients))
 

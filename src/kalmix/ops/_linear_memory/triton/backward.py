@@ -17,6 +17,7 @@ from kalmix.ops._linear_memory.triton.backward_kernels import (
 from kalmix.ops._linear_memory.triton.forward import (
     BLOCK,
     ForwardResults,
+    num_boundaries,
     per_key_options,
     per_key_sizes,
     prepare_signals,
@@ -89,16 +90,25 @@ def backward(
     stored: ForwardResults,
     tiling: Tiling,
     grad_mean: Tensor,
-    grad_final: Tensor,
+    grad_final: Tensor | None,
     corrects: bool,
     grads: Gradients | None,
     adjoints: Tensor | None = None,
+    fresh: bool = False,
 ) -> Tensor:
     """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior.
 
-    Without `grads`, only the gradient of the prior is computed.
-
-    Gradients of the memories at the end of each tile are written to `adjoints`, shaped as `stored.states`, if given.
+    Args:
+        q, k, v, gain, log_decay: signals.
+        stored: results of `forward`.
+        tiling: the tiles.
+        grad_mean: gradient of the means.
+        grad_final: gradient of the final memories; `None` for zeros, with packed sequences only.
+        corrects: whether to differentiate `delta`.
+        grads: gradients of the signals. If `None`, only the gradient of the prior is computed.
+        adjoints: is filled with the gradients of the memories at the end of each tile, if given. It is shaped as
+            `stored.states`.
+        fresh: as `forward` takes it. There is no gradient of the prior then: the result is empty.
     """
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
     s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, stored, stored=True)
@@ -108,9 +118,10 @@ def backward(
     _, states, errors, inverses, *_ = stored
     dq, dk, dv, dgain, ddecay = (v,) * 5 if grads is None else grads
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
-    exit_map, local_grads = v, v
+    exit_map, local_grads, has_final = v, v, grad_final is not None
     if corrects:
-        exit_map, local_grads = torch.empty(batch, length, heads, keys, **like), torch.empty(v.shape, **like)
+        exit_map = torch.empty(batch, length, heads, keys, **like)
+        local_grads = torch.empty(v.shape, **like) if has_final or grads is None else dv
         scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
         options = {"SCALED": scaled, "PRECOMPUTED": s.per_key, "num_warps": 4}
         Launch(solve_errors_backward, (tiling.num_tiles * heads,), (
@@ -118,11 +129,15 @@ def backward(
             *strides(s.q, s.writes, grad_mean), heads, group, write_group,
         ), {**features, **options, **s.sizes}).run()  # fmt: skip
     if adjoints is None:
-        adjoints = torch.empty(states.shape if grads is not None else (0,), **like)
-    grad_prior = torch.empty(grad_final.shape, dtype=grad_final.dtype, device=v.device)
+        num_adjoints = (tiling.num_tiles if has_final else num_boundaries(v, size)) if grads is not None else 0
+        adjoints = torch.empty(num_adjoints * heads * keys * width, **like)
+    prior_shape = (0,) if fresh else (tiling.num_sequences, heads, keys, width)
+    grad_prior = torch.empty(prior_shape, dtype=torch.float32, device=v.device)
+    if grad_final is None:
+        grad_final = grad_prior.view(*grad_prior.shape, *[1] * (4 - grad_prior.ndim))  # is not read
     plan = scan_options(tiling.num_sequences, v, s.sizes, 3)
     options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}
-    options["STORE"] = grads is not None
+    options |= {"STORE": grads is not None, "FRESH": fresh, "FINAL": has_final}
     Launch(scan_memory_backward, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, exit_map, local_grads, grad_mean, dv, adjoints, grad_final, grad_prior, s.from_start, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles, *strides(s.q, s.k, grad_mean), *grad_final.stride(), heads, group,
@@ -132,7 +147,7 @@ def backward(
     if not corrects:
         errors = v
         values = BLOCK if width <= BLOCK else 2 * BLOCK
-        options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": True, "num_warps": 4}
+        options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": True, "INNER": not has_final, "num_warps": 4}
         Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (
             s.q, s.writes, grad_mean, s.gain, s.log_decay, s.scores, adjoints, dv, *tiles,
             *strides(s.q, s.writes, grad_mean), heads, group, write_group,
@@ -147,7 +162,8 @@ def backward(
     folded_grads, decay_grads = (dq, dk, dgain if s.vector_gains else dk), ddecay
     if s.per_key:
         folded_grads, decay_grads = torch.empty(3, *shape, keys, **like), torch.empty_like(s.subtiles[3])
-    options = {"PER_KEY": s.per_key, "VECTOR": s.vector_gains, "CORRECTS": corrects, "num_warps": 4, "num_stages": 2}
+    options = {"PER_KEY": s.per_key, "VECTOR": s.vector_gains, "CORRECTS": corrects, "FRESH": fresh, "FINAL": has_final}
+    options |= {"num_warps": 4, "num_stages": 2}
     Launch(signal_gradients, (tiling.num_tiles * heads * blocks,), (
         *signals, s.tile_decay, states, adjoints, dscores, dcorrections, *folded_grads, dgain, decay_grads,
         *tiles, batch * length, *strides(*signals[:5]), *groups,

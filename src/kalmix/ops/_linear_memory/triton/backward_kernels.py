@@ -18,7 +18,11 @@ import triton.language as tl
 from kalmix.ops._linear_memory.triton.vector_decay import SUBTILE
 from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
+    FIRST_TILE,
+    LAST_TILE,
     UNSPECIALIZED,
+    boundary_index,
+    is_inner,
     load_per_token,
     load_rows,
     load_rows_transposed,
@@ -87,23 +91,33 @@ def scan_memory_backward(
     q_token, q_head, k_token, k_head, g_token, g_head, final_n, final_g, final_k, final_v, G, GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, CORRECTS: tl.constexpr, STORE: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan the gradient of the memory of one sequence and head over tiles in reverse, for some columns.
 
-    Store those of the memory at the end of each tile and of the values if STORE.
+    Store those of the memory at the end of each tile and of the values if STORE. Unless FINAL, the gradient of the
+    final memory is 0 and not read. Gradients are then stored at the boundaries between tiles only, and `grad_values`
+    must be `local_grads`, which the last tile of a sequence leaves as they are. That of the prior is stored unless
+    FRESH.
     """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
+    if FRESH and not FINAL:
+        if tokens <= SIZE:
+            return
     grad_final += sequence * final_n + head * final_g
     adjoint = ()
     for j in tl.static_range(BLOCKS):
         key = j * BLOCK + tl.arange(0, BLOCK)
         inside = (key < K)[:, None] & (column < V)[None, :]
-        adjoint += (tl.load(grad_final + key[:, None] * final_k + column[None, :] * final_v, mask=inside, other=0.0),)
+        if FINAL:
+            address = grad_final + key[:, None] * final_k + column[None, :] * final_v
+            adjoint += (tl.load(address, mask=inside, other=0.0),)
+        else:
+            adjoint += (tl.zeros([BLOCK, VALUES], tl.float32),)
     q += head // GROUP * q_head
     k += head // GROUP * k_head
     grad_mean += head * g_head
@@ -114,9 +128,12 @@ def scan_memory_backward(
         at, state = token + i * SIZE, (tile + i) * G + head
         row = at * G + head
         if STORE:
+            stored_at, is_stored = state, None
+            if not FINAL:
+                stored_at, is_stored = boundary_index(at + SIZE, SIZE) * G + head, step > 0
             for j in tl.static_range(BLOCKS):
                 key = j * BLOCK + tl.arange(0, BLOCK)
-                store_state(adjoints + state * K * V, key, column, adjoint[j], K, V)
+                store_state(adjoints + stored_at * K * V, key, column, adjoint[j], K, V, is_stored)
         grad = load_rows(grad_mean + at * g_token, g_token, count, column, V, SIZE)
         scale = 1.0
         if DECAYS:
@@ -146,9 +163,10 @@ def scan_memory_backward(
                 updated_rows = matmul(key_rows, grad_value, PRECISION, updated_rows)
             updated += (updated_rows,)
         adjoint = updated
-    for j in tl.static_range(BLOCKS):
-        key = j * BLOCK + tl.arange(0, BLOCK)
-        store_state(grad_prior + (sequence * G + head) * K * V, key, column, adjoint[j], K, V)
+    if not FRESH:
+        for j in tl.static_range(BLOCKS):
+            key = j * BLOCK + tl.arange(0, BLOCK)
+            store_state(grad_prior + (sequence * G + head) * K * V, key, column, adjoint[j], K, V)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -222,11 +240,12 @@ def signal_gradients(
     q_token, q_head, k_token, k_head, w_token, w_head, v_token, v_head, g_token, g_head, G, GROUP, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, PER_KEY: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of the queries, keys and write vectors of a tile, and partial gradients of gains and log-decays.
 
-    A program does so for some columns, and sums the gradients of gains and log-decays over these columns only.
+    A program does so for some columns, and sums the gradients of gains and log-decays over these columns only. FRESH
+    and FINAL are those of the scans.
 
     If PER_KEY, q, k and `writes` have decays folded in. Then store only the gradients through the memory. In place of
     those of log-decays, store the gradient that all log-decays of a subtile share, through the memory and through the
@@ -242,16 +261,21 @@ def signal_gradients(
     row = token * G + head
     errors += token * v_token + head * v_head
     grad_mean += token * g_token + head * g_head
-    states += (index.to(tl.int64) * G + head) * K * V
-    adjoints += (index.to(tl.int64) * G + head) * K * V
+    state_at, has_state, adjoint_at, has_adjoint = index.to(tl.int64), None, index.to(tl.int64), None
+    if FRESH:
+        state_at, has_state = boundary_index(token, SIZE), is_inner(tile_table, index, FIRST_TILE)
+    if not FINAL:
+        adjoint_at, has_adjoint = boundary_index(token + SIZE, SIZE), is_inner(tile_table, index, LAST_TILE)
+    states += (state_at * G + head) * K * V
+    adjoints += (adjoint_at * G + head) * K * V
     grad_query = tl.zeros([SIZE, BLOCK], tl.float32)
     grad_key = tl.zeros([SIZE, BLOCK], tl.float32)
     grad_write = tl.zeros([SIZE, BLOCK], tl.float32)
     grad_total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
-        state = load_state_transposed(states, key, column, K, V)
-        adjoint = load_state_transposed(adjoints, key, column, K, V)
+        state = load_state_transposed(states, key, column, K, V, has_state)
+        adjoint = load_state_transposed(adjoints, key, column, K, V, has_adjoint)
         grad = load_rows(grad_mean, g_token, count, column, V, SIZE)
         grad_query = matmul(grad, state, PRECISION, grad_query)
         error = load_rows(errors, v_token, count, column, V, SIZE)
@@ -260,8 +284,9 @@ def signal_gradients(
             grad_value = load_rows(grad_values + row * V, G * V, count, column, V, SIZE)
             grad_key = matmul(grad_value, state, PRECISION, grad_key)
         if DECAYS or PER_KEY:  # loaded again: an operand of a product in flight must have no other use
-            state_rows = load_state(states, key, column, K, V).to(tl.float32)
-            grad_total += tl.sum(state_rows * load_state(adjoints, key, column, K, V).to(tl.float32), 1)
+            state_rows = load_state(states, key, column, K, V, has_state).to(tl.float32)
+            adjoint_rows = load_state(adjoints, key, column, K, V, has_adjoint).to(tl.float32)
+            grad_total += tl.sum(state_rows * adjoint_rows, 1)
     grad_key = -grad_key
     if PER_KEY:
         SUBTILES: tl.constexpr = SIZE // SUBTILE

@@ -32,7 +32,8 @@ class ForwardResults(NamedTuple):
 
     Attributes:
         mean: `[B, T, G, V]`.
-        states: memories at the start of each tile, `[num_tiles, G, K, V]` in one axis.
+        states: memories at the start of each tile, `[num_tiles, G, K, V]` in one axis; if the prior is not read, those
+            at the boundaries between tiles, `[num_boundaries, G, K, V]`.
         errors: prediction errors, `[B, T, G, V]`; empty without corrections.
         inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
         scores, subtile_decays: those of `PreparedSignals` and its `subtiles`, with which the backward pass prepares the
@@ -210,16 +211,32 @@ def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int)
     return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
 
 
+def num_boundaries(v: Tensor, size: int) -> int:
+    """Return the number of indices of boundaries between tiles, for values `[B, T, G, V]`: see `boundary_index`.
+
+    Index 0 is not used, so that there are stored memories in any case.
+    """
+    return v.shape[0] * v.shape[1] // size + 1
+
+
 def allocate_results(
-    k: Tensor, v: Tensor, tiles: int, size: int, corrects: bool, packed: bool, per_key: bool = False
+    k: Tensor,
+    v: Tensor,
+    tiles: int,
+    size: int,
+    corrects: bool,
+    packed: bool,
+    per_key: bool = False,
+    fresh: bool = False,
 ) -> ForwardResults:
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    If `per_key`, there is room for scores and decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
+    If `fresh`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
-    states = torch.empty(tiles * v.shape[2] * k.shape[3] * v.shape[3], **like)
+    num_states = num_boundaries(v, size) if fresh else tiles
+    states = torch.empty(num_states * v.shape[2] * k.shape[3] * v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
     inverses = torch.empty((*shape, size) if corrects else (0,), **like)
     allocate = torch.zeros if size == SUBTILE else torch.empty
@@ -239,10 +256,19 @@ def forward(
     tiling: Tiling,
     corrects: bool,
     results: ForwardResults | None,
+    fresh: bool = False,
+    final: bool = True,
 ) -> Tensor:
     """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`.
 
-    Without `results`, only the final memories are computed, and `q` is not used.
+    Args:
+        q, k, v, gain, log_decay: signals.
+        prior: prior memories `[N, G, K, V]`.
+        tiling: the tiles.
+        corrects: whether to compute `delta`.
+        results: results of `allocate_results`. If `None`, only the final memories are computed, and `q` is not used.
+        fresh: whether the prior is 0; it is not read then. The tiles must be those of packed sequences.
+        final: whether to compute the final memories; otherwise they are empty.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     store = results is not None
@@ -254,12 +280,14 @@ def forward(
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     mean, states, errors, inverses, *_ = results
-    final = torch.empty(tiling.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
+    final_shape = (tiling.num_sequences, heads, keys, width) if final else (0,)
+    final_memory = torch.empty(final_shape, dtype=prior.dtype, device=v.device)
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
     scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
     error_keys, initial_errors = v, v
     if corrects:
-        initial_errors, error_keys = torch.empty(v.shape, **like), torch.empty(batch, length, heads, keys, **like)
+        initial_errors = errors if fresh else torch.empty(v.shape, **like)
+        error_keys = torch.empty(batch, length, heads, keys, **like)
         Launch(solve_errors, (tiling.num_tiles * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.from_start, s.corrections, inverses, error_keys, initial_errors,
             *tiles, *strides(s.k, s.writes, v), heads, group, write_group,
@@ -267,18 +295,19 @@ def forward(
     else:
         errors = v
     plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
-    options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "STORE": store, "num_warps": 4}
+    options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "STORE": store}
+    options |= {"FRESH": fresh, "FINAL": final, "num_warps": 4}
     Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
-        s.writes, error_keys, initial_errors, errors, states, prior, final, s.to_end, s.tile_decay,
+        s.writes, error_keys, initial_errors, errors, states, prior, final_memory, s.to_end, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles,
         *strides(s.writes, initial_errors), *prior.stride(), heads, write_group,
     ), {"DECAYS": s.scalar_decays, **options, **plan, **s.sizes}).run()  # fmt: skip
     if not store:
-        return final
+        return final_memory
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "num_warps": 4}
+    options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "INNER": fresh, "num_warps": 4}
     Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, group, write_group,
     ), {**options, **features, **s.sizes}).run()  # fmt: skip
-    return final
+    return final_memory

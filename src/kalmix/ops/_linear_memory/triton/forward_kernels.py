@@ -24,7 +24,11 @@ import triton.language as tl
 
 from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
+    FIRST_TILE,
+    LAST_TILE,
     UNSPECIALIZED,
+    boundary_index,
+    is_inner,
     load_per_token,
     load_rows,
     load_rows_transposed,
@@ -108,20 +112,31 @@ def scan_memory(
     w_token, w_head, v_token, v_head, prior_n, prior_g, prior_k, prior_v, G, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, SCALED: tl.constexpr, CORRECTS: tl.constexpr,
-    STORE: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr, FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Scan the memory of one sequence and head over tiles, for some columns; store states and errors if STORE."""
+    """Scan the memory of one sequence and head over tiles, for some columns; store states and errors if STORE.
+
+    If FRESH, the prior is 0 and not read. States are then stored at the boundaries between tiles only, and
+    `initial_errors` must be `errors`, which the first tile of a sequence leaves as they are. The final memory is stored
+    if FINAL.
+    """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = initial_errors.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
+    if FRESH and not FINAL:
+        if tokens <= SIZE:
+            return
     prior += sequence * prior_n + head * prior_g
     memory = ()
     for j in tl.static_range(BLOCKS):
         key = j * BLOCK + tl.arange(0, BLOCK)
         inside = (key < K)[:, None] & (column < V)[None, :]
-        memory += (tl.load(prior + key[:, None] * prior_k + column[None, :] * prior_v, mask=inside, other=0.0),)
+        if FRESH:
+            memory += (tl.zeros([BLOCK, VALUES], tl.float32),)
+        else:
+            memory += (tl.load(prior + key[:, None] * prior_k + column[None, :] * prior_v, mask=inside, other=0.0),)
     writes += head // W_GROUP * w_head
     initial_errors += head * v_head
     for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
@@ -129,9 +144,12 @@ def scan_memory(
         at, state = token + i * SIZE, (tile + i) * G + head
         row = at * G + head
         if STORE:
+            stored_at, is_stored = state, None
+            if FRESH:
+                stored_at, is_stored = boundary_index(at, SIZE) * G + head, i > 0
             for j in tl.static_range(BLOCKS):
                 key = j * BLOCK + tl.arange(0, BLOCK)
-                store_state(states + state * K * V, key, column, memory[j], K, V)
+                store_state(states + stored_at * K * V, key, column, memory[j], K, V, is_stored)
         error = load_rows(initial_errors + at * v_token, v_token, count, column, V, SIZE)
         if CORRECTS:
             predicted = tl.zeros([SIZE, VALUES], tl.float32)
@@ -156,9 +174,10 @@ def scan_memory(
             write = load_rows_transposed(writes + at * w_token, w_token, count, key, K, SIZE).to(DTYPE)
             updated += (matmul(write, error, PRECISION, memory[j] * decay),)
         memory = updated
-    for j in tl.static_range(BLOCKS):
-        key = j * BLOCK + tl.arange(0, BLOCK)
-        store_state(final + (sequence * G + head) * K * V, key, column, memory[j], K, V)
+    if FINAL:
+        for j in tl.static_range(BLOCKS):
+            key = j * BLOCK + tl.arange(0, BLOCK)
+            store_state(final + (sequence * G + head) * K * V, key, column, memory[j], K, V)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -167,12 +186,13 @@ def read_out(
     q_token, q_head, w_token, w_head, v_token, v_head, G, Q_GROUP, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, GAINS: tl.constexpr, PRECOMPUTED: tl.constexpr, BACKWARD: tl.constexpr,
-    PRECISION: tl.constexpr,
+    INNER: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store the means of a tile, for some columns.
 
     If BACKWARD, store the gradients of the values: read with write vectors instead of queries, from the gradients of
-    the memory at the end of the tile and of the means of later tokens.
+    the memory at the end of the tile and of the means of later tokens. If INNER, `states` are those at the boundaries
+    between tiles, and 0 at the edge of a sequence.
     """
     index, head, block = locate_program(G, (V + VALUES - 1) // VALUES)
     column = block * VALUES + tl.arange(0, VALUES)
@@ -184,7 +204,13 @@ def read_out(
     row = token * G + head
     q += token * q_token + head // Q_GROUP * q_head
     writes += token * w_token + head // W_GROUP * w_head
-    states += (index.to(tl.int64) * G + head) * K * V
+    state_at, is_stored = index.to(tl.int64), None
+    if INNER:
+        if BACKWARD:
+            state_at, is_stored = boundary_index(token + SIZE, SIZE), is_inner(tile_table, index, LAST_TILE)
+        else:
+            state_at, is_stored = boundary_index(token, SIZE), is_inner(tile_table, index, FIRST_TILE)
+    states += (state_at * G + head) * K * V
     output = tl.zeros([SIZE, VALUES], tl.float32)
     score = tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, K, BLOCK):
@@ -193,7 +219,7 @@ def read_out(
             left = load_rows(writes, w_token, count, key, K, SIZE).to(DTYPE)
         else:
             left = load_rows(q, q_token, count, key, K, SIZE)
-        output = matmul(left, load_state(states, key, column, K, V), PRECISION, output)
+        output = matmul(left, load_state(states, key, column, K, V, is_stored), PRECISION, output)
         if not PRECOMPUTED:
             if BACKWARD:
                 right = load_rows_transposed(q, q_token, count, key, K, SIZE)

@@ -16,6 +16,7 @@ from kalmix.segments import Segments
 
 TILES_PER_STEP = 64  # rows of a tile table that a program writes at once
 MIN_TABLE_PROGRAMS = 512  # programs that write a tile table, if there are fewer sequences
+FIRST_TILE, LAST_TILE = tl.constexpr(1), tl.constexpr(2)  # bits of the third column of a tile table
 UNSPECIALIZED = ["length", "tiles"]  # integer arguments whose values must not cause a new compilation
 
 
@@ -27,8 +28,9 @@ class Tiling(NamedTuple):
         tiles: tiles per batch row; with segments, tiles in total.
         num_tiles: tiles in total.
         num_sequences: number of sequences, N.
-        tile_table: int64 `[num_tiles, 2]` (first token in the flattened batch, number of tokens); a placeholder without
-            segments, where kernels compute these numbers.
+        tile_table: int64 `[num_tiles, 3]` (first token in the flattened batch, number of tokens, `FIRST_TILE` if the
+            tile is the first of its sequence plus `LAST_TILE` if it is the last); a placeholder without segments, where
+            kernels compute these numbers.
         sequence_table: int64 `[N, 3]` (first tile, first token, number of tokens), or a placeholder.
         packed: whether the tables hold these numbers.
     """
@@ -71,7 +73,7 @@ def make_tile_tables(
     """
     rows, count = rows.contiguous(), rows.shape[0]
     num_tiles = batch * length // size + count if count else 0  # an upper bound known without reading lengths
-    columns = (2, 3) if chunk is None else (5, 5)
+    columns = (3, 3) if chunk is None else (5, 5)
     tile_table, sequence_table = (
         allocate_table(n, m, dtype=torch.int64, device=rows.device)
         for n, m in zip((num_tiles, count), columns, strict=True)
@@ -118,7 +120,7 @@ def tile_table_kernel(
 ):
     """Write the tiles of one sequence to the table of tiles, and a share of its unused rows."""
     columns: tl.constexpr = 5 if CHUNKS else 3
-    out_columns: tl.constexpr = 5 if CHUNKS else 2
+    out_columns: tl.constexpr = 5 if CHUNKS else 3
     sequence, turn, turns = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     own = sequence_table + sequence.to(tl.int64) * columns
     first_tile, first_token, tokens = tl.load(own), tl.load(own + 1), tl.load(own + 2).to(tl.int32)
@@ -135,8 +137,10 @@ def tile_table_kernel(
             tl.store(out + 3, (index + 1 == tiles).to(tl.int64), mask=inside)
             tl.store(out + 4, tl.load(own + 4) + index * (size // chunk), mask=inside)
         else:
+            edges = tl.where(index == 0, FIRST_TILE, 0) + tl.where(index + 1 == tiles, LAST_TILE, 0)
             tl.store(out, token, mask=inside)
             tl.store(out + 1, count, mask=inside)
+            tl.store(out + 2, edges.to(tl.int64), mask=inside)
     last = sequence_table + tl.cast(sequences - 1, tl.int64) * columns
     used = (tl.load(last) + tl.cdiv(tl.load(last + 2), size)).to(tl.int32)
     for start in range(used + (sequence * turns + turn) * BLOCK, num_tiles, sequences * turns * BLOCK):
@@ -153,7 +157,9 @@ def tile_interval(batch: int, length: int, start: int, stop: int, size: int, dev
     sequence_table = torch.stack(
         [torch.arange(batch) * len(first), row + start, torch.full_like(row, stop - start)], dim=1
     )
-    tile_table = torch.stack([token.flatten(), count.flatten()], dim=1)
+    edges = torch.where(first == start, FIRST_TILE.value, 0) + torch.where(first + size >= stop, LAST_TILE.value, 0)
+    columns = torch.broadcast_tensors(token, count, edges)
+    tile_table = torch.stack([x.flatten() for x in columns], dim=1)
     count = len(tile_table)
     return Tiling(size, count, count, batch, tile_table.to(device), sequence_table.to(device), True)
 
@@ -181,12 +187,28 @@ def locate_program(G, BLOCKS: tl.constexpr):
 def locate_tile(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.constexpr):
     """Return the first token of a tile in the flattened batch (int64), and its number of tokens."""
     if PACKED:
-        at = table + index.to(tl.int64) * 2
+        at = table + index.to(tl.int64) * 3
         token, count = tl.load(at), tl.load(at + 1).to(tl.int32)
     else:
         first = index % tiles * SIZE
         token, count = (index // tiles).to(tl.int64) * length + first, tl.minimum(length - first, SIZE)
     return token, count
+
+
+@triton.jit
+def is_inner(table, index, EDGE: tl.constexpr):
+    """Return whether a tile of packed sequences is not the first (EDGE `FIRST_TILE`) or last (`LAST_TILE`) of its own."""
+    return (tl.load(table + index.to(tl.int64) * 3 + 2) & EDGE) == 0
+
+
+@triton.jit
+def boundary_index(token, SIZE: tl.constexpr):
+    """Return an index for the boundary between two tiles of a sequence, given the first token of the second tile.
+
+    The token is at least SIZE, and those of two such tiles are at least SIZE apart. So indices lie between 1 and
+    `(batch * length - 1) // SIZE`, and no two boundaries share one.
+    """
+    return token // SIZE
 
 
 @triton.jit
@@ -226,22 +248,29 @@ def store_rows(base, stride, count, column, x, WIDTH: tl.constexpr, SIZE: tl.con
 
 
 @triton.jit
-def load_state(base, key, value, K: tl.constexpr, V: tl.constexpr):
-    """Load a block `[keys, values]` of a contiguous matrix `[K, V]`."""
+def load_state(base, key, value, K: tl.constexpr, V: tl.constexpr, stored=None):
+    """Load a block `[keys, values]` of a contiguous matrix `[K, V]`; zeros unless `stored`, if it is given."""
     inside = (key < K)[:, None] & (value < V)[None, :]
+    if stored is not None:
+        inside = inside & stored
     return tl.load(base + key[:, None] * V + value[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def store_state(base, key, value, x, K: tl.constexpr, V: tl.constexpr):
+def store_state(base, key, value, x, K: tl.constexpr, V: tl.constexpr, stored=None):
+    """Store a block of a contiguous matrix `[K, V]`; nothing unless `stored`, if it is given."""
     inside = (key < K)[:, None] & (value < V)[None, :]
+    if stored is not None:
+        inside = inside & stored
     tl.store(base + key[:, None] * V + value[None, :], x.to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def load_state_transposed(base, key, value, K: tl.constexpr, V: tl.constexpr):
+def load_state_transposed(base, key, value, K: tl.constexpr, V: tl.constexpr, stored=None):
     """Load the block of `load_state` as `[values, keys]`."""
     inside = (value < V)[:, None] & (key < K)[None, :]
+    if stored is not None:
+        inside = inside & stored
     return tl.load(base + key[None, :] * V + value[:, None], mask=inside, other=0.0)
 
 

@@ -1,0 +1,161 @@
+"""Packed sequences of few tokens in Triton kernels: sizes of tiles, and results with and without beliefs.
+
+Without a GPU, Triton's interpreter runs the kernels, with small inputs.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kalmix.beliefs import PointBelief
+from kalmix.ops import OPS
+from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
+from kalmix.ops._shared.token_blocks import tokens_per_tile
+from kalmix.ops._shared.triton.tiles import make_tile_tables
+from kalmix.segments import Segments
+from kalmix.testing.nan_fill import nan_filled_memory
+from kalmix.testing.tolerances import budgets, relative_error
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+FLOAT, HALF = torch.float32, torch.bfloat16
+LENGTHS = {
+    "ones": [1] * 6,
+    "mixed": [1, 2, 15, 0, 16, 17, 33, 1],
+    "one long": [1, 1, 70, 2, 0, 1, 1],
+    "twos": [2] * 40,
+    "half a tile": [33, 49, 17, 45],  # tiles of 32 tokens
+    "tile": [70, 64],  # of 64 tokens in half precision
+}
+
+
+def packed(lengths, padding=0):
+    """Return segments of sequences one after another, each followed by `padding` tokens outside every sequence."""
+    start, rows = 0, []
+    for length in lengths:
+        rows.append((0, start, start + length))
+        start += length + padding
+    return Segments.of(torch.tensor(rows, device=DEVICE)), start
+
+
+@pytest.mark.parametrize("large", [32, 64])
+@pytest.mark.parametrize("lengths", [*LENGTHS.values(), [1] * 500, [16] * 64, [64] * 16, [1024], [1000, *[1] * 24]])
+def test_tiles_follow_the_tokens(lengths, large):
+    """Tiles have room for at most twice the tokens, and for 16 more per sequence."""
+    segments, total = packed(lengths)
+    size = tokens_per_tile(1, total, segments.count, large)
+    tile_table, _ = make_tile_tables(segments.rows, 1, total, size)
+    assert len(tile_table) * size <= 2 * total + 16 * segments.count
+    assert int(tile_table[:, 1].sum()) == total
+    assert size == large or size <= max(16, total // segments.count)
+
+
+def test_rows_without_segments_keep_their_tiles():
+    sizes = [tokens_per_tile(4, length, None, 64) for length in (1, 64, 65, 4096)]
+    assert sizes == [16, 16, 64, 64]
+    assert [tokens_per_tile(4, length, 4, 64) for length in (1, 64, 65, 4096)] == sizes
+
+
+@pytest.mark.parametrize(("length", "states"), [(1, 4096 // 16), (16, 4096 // 16), (64, 4096 // 64)])
+def test_memories_before_the_first_tokens_are_not_stored(length, states):
+    """Training without a prior stores memories for tokens, not for sequences."""
+    segments, total = packed([length] * (4096 // length))
+    v = torch.empty(1, total, 8, 128, dtype=HALF, device="meta")
+    (shape, *_) = stored_shapes(v, v, segments.rows, True, True, fresh=True)
+    assert shape == ((states + 1) * 8 * 128 * 128,)
+    assert tile_size(v, segments.rows) == (64 if length == 64 else 16)
+
+
+def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype):
+    """Return random signals and a prior by name: keys of norm 1, log-decays above -0.3; absent signals are omitted."""
+    draw = torch.Generator().manual_seed(0)
+    (shared, own), shape = heads, (1, tokens, heads[1])
+    q, k = (torch.randn(1, tokens, shared, keys, generator=draw) for _ in range(2))
+    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
+    strength, fade = torch.rand(shape, generator=draw), -0.3 * torch.rand(*shape, keys, generator=draw)
+    inputs = {
+        "q": q,
+        "k": k,
+        "v": torch.randn(*shape, width, generator=draw).to(dtype),
+        "gain": strength if gain == "head" else strength[..., None] * k.float().repeat_interleave(own // shared, 2),
+        "log_decay": fade[..., 0] if decay == "head" else fade,
+        "mean": torch.randn(sequences, own, keys, width, generator=draw),
+    }
+    absent = {name for name, kind in (("gain", gain), ("log_decay", decay)) if kind is None}
+    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
+
+
+def answer(op, kernel, inputs, segments, prior, final):
+    """Return outputs, and gradients of a weighted sum of the mean and, if `final`, the final belief."""
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if prior or name != "mean"}
+    signals = {name: x for name, x in leaves.items() if name != "mean"}
+    options = {"final_belief": final is not None} if op in ("additive", "delta") else {}
+    belief = PointBelief(leaves["mean"]) if prior else None
+    with nan_filled_memory():
+        mean, _, last = OPS[op].function(**signals, belief=belief, segments=segments, kernel=kernel, **options)
+        outputs = [mean, *(last or ())]
+        draw = torch.Generator().manual_seed(1)
+        weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+        used = len(outputs) if final else 1
+        grads = torch.autograd.grad(outputs[:used], list(leaves.values()), weights[:used])
+    return [x.detach() for x in outputs] + list(grads)
+
+
+def check(op, inputs, segments, prior, final):
+    """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs.
+
+    Args:
+        op: name of the op.
+        inputs: result of `arguments`.
+        segments: packed sequences.
+        prior: whether to pass the prior.
+        final: whether the final belief has a gradient; `None` if it is not returned.
+    """
+    got = answer(op, "triton", inputs, segments, prior, final)
+    exact = {name: x.double() for name, x in inputs.items()}
+    want = answer(op, "reference", exact, segments, prior, final)
+    dtype = inputs["q"].dtype
+    allowed = budgets(
+        lambda moved: answer(op, "reference", moved, segments, prior, final),
+        exact,
+        torch.float32,
+        [x.dtype for x in got],
+        dtype if dtype != FLOAT else None,
+    )
+    names = ["mean", *["last"] * (final is not None), *(f"d {x}" for x in inputs if prior or x != "mean")]
+    for name, x, y, budget in zip(names, got, want, allowed, strict=True):
+        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
+        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+
+
+BELIEFS = [(False, None), (False, False), (False, True), (True, None), (True, False), (True, True)]
+CASES = [  # op, gain, decay, (key heads, value heads), key width, value width, dtype, sequences
+    ("additive", None, None, (1, 1), 5, 3, FLOAT, "ones"),
+    ("additive", "head", "head", (1, 2), 5, 3, HALF, "mixed"),
+    ("additive", "head", "key", (1, 1), 4, 6, FLOAT, "one long"),
+    ("additive", None, "head", (1, 1), 66, 5, HALF, "half a tile"),
+    ("delta", "head", "head", (1, 2), 5, 3, FLOAT, "mixed"),
+    ("delta", "head", None, (1, 1), 3, 70, HALF, "half a tile"),
+    ("delta", "vector", "key", (1, 1), 5, 3, HALF, "mixed"),
+    ("delta", "head", "key", (1, 1), 4, 5, HALF, "half a tile"),
+    ("delta", "vector", "head", (1, 1), 5, 4, FLOAT, "twos"),
+    ("delta", "head", "key", (1, 1), 3, 4, HALF, "tile"),
+]
+if DEVICE == "cuda":  # every launch configuration
+    WIDTHS = [(64, 64), (128, 128), (256, 256), (128, 64), (100, 200)]
+    KINDS = [("additive", x, y) for x in (None, "head") for y in (None, "head", "key")]
+    KINDS += [("delta", x, y) for x in ("head", "vector") for y in (None, "head", "key")]
+    CASES += [
+        (*kind, (1, 2), *widths, dtype, name)
+        for kind in KINDS
+        for widths in WIDTHS
+        for dtype in (FLOAT, HALF)
+        for name in ("ones", "mixed", "one long", "half a tile", "tile")
+    ]
+
+
+@pytest.mark.parametrize(("prior", "final"), BELIEFS)
+@pytest.mark.parametrize(("op", "gain", "decay", "heads", "keys", "width", "dtype", "name"), CASES)
+def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, name, prior, final):
+    segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
+    check(op, arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype), segments, prior, final)
