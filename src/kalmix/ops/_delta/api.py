@@ -65,7 +65,8 @@ def delta(
 
     Returns:
         `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `None`, and the `PointBelief` after the last
-        token, in float32 (float64 if the inputs are). Tokens outside every segment have mean 0.
+        token, in float32 (float64 if the inputs are); `None` without `final_belief`. Tokens outside every segment have
+        mean 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.

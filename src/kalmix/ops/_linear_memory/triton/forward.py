@@ -231,7 +231,8 @@ def allocate_results(
 ) -> ForwardResults:
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    If `fresh`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
+    If `fresh`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and
+    decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)

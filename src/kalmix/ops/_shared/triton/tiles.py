@@ -197,7 +197,7 @@ def locate_tile(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.cons
 
 @triton.jit
 def is_inner(table, index, EDGE: tl.constexpr):
-    """Return whether a tile of packed sequences is not the first (EDGE `FIRST_TILE`) or last (`LAST_TILE`) of its own."""
+    """Return whether a tile is not the first (EDGE is `FIRST_TILE`) or last one (`LAST_TILE`) of a packed sequence."""
     return (tl.load(table + index.to(tl.int64) * 3 + 2) & EDGE) == 0
 
 
