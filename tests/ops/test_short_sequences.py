@@ -8,8 +8,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from kalmix.beliefs import PointBelief
-from kalmix.ops import OPS
+from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.ops import OPS, Chebyshev
 from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
 from kalmix.ops._shared.token_blocks import tokens_per_tile
 from kalmix.ops._shared.triton.tiles import make_tile_tables
@@ -19,6 +19,7 @@ from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, HALF = torch.float32, torch.bfloat16
+PRIOR = ("prior", "gram")  # names of the tensors of a prior
 LENGTHS = {
     "ones": [1] * 6,
     "mixed": [1, 2, 15, 0, 16, 17, 33, 1],
@@ -66,7 +67,7 @@ def test_memories_before_the_first_tokens_are_not_stored(length, states):
     assert tile_size(v, segments.rows) == (64 if length == 64 else 16)
 
 
-def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype):
+def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype, gram=None):
     """Return random signals and a prior by name: keys of norm 1, log-decays above -0.3; absent signals are omitted."""
     draw = torch.Generator().manual_seed(0)
     (shared, own), shape = heads, (1, tokens, heads[1])
@@ -79,20 +80,28 @@ def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype):
         "v": torch.randn(*shape, width, generator=draw).to(dtype),
         "gain": strength if gain == "head" else strength[..., None] * k.float().repeat_interleave(own // shared, 2),
         "log_decay": fade[..., 0] if decay == "head" else fade,
-        "mean": torch.randn(sequences, own, keys, width, generator=draw),
+        "prior": torch.randn(sequences, own, keys, width, generator=draw),
+        "gram": 0.1 * torch.eye(keys).repeat(sequences, own, 1, 1),
     }
-    absent = {name for name, kind in (("gain", gain), ("log_decay", decay)) if kind is None}
+    kinds = (("gain", gain), ("log_decay", decay), ("gram", gram))
+    absent = {name for name, kind in kinds if kind is None}
     return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
 
 
 def answer(op, kernel, inputs, segments, prior, final):
     """Return outputs, and gradients of a weighted sum of the mean and, if `final`, the final belief."""
-    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if prior or name != "mean"}
-    signals = {name: x for name, x in leaves.items() if name != "mean"}
-    options = {"final_belief": final is not None} if op in ("additive", "delta") else {}
-    belief = PointBelief(leaves["mean"]) if prior else None
+    leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if prior or name not in PRIOR}
+    signals = {name: x for name, x in leaves.items() if name not in PRIOR}
+    belief = None
+    if prior and op == "ridge":
+        belief = RidgeBelief(leaves["prior"], (leaves["gram"] + leaves["gram"].mT) / 2)
+    elif prior:
+        belief = PointBelief(leaves["prior"])
+    options = {"belief": belief, "segments": segments, "final_belief": final is not None, "kernel": kernel}
+    if op == "ridge":  # iterations until convergence
+        options |= {"ridge": 0.5, "solver": Chebyshev(14)}
     with nan_filled_memory():
-        mean, _, last = OPS[op].function(**signals, belief=belief, segments=segments, kernel=kernel, **options)
+        mean, _, last = OPS[op].function(**signals, **options)
         outputs = [mean, *(last or ())]
         draw = torch.Generator().manual_seed(1)
         weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
@@ -111,6 +120,7 @@ def check(op, inputs, segments, prior, final):
         prior: whether to pass the prior.
         final: whether the final belief has a gradient; `None` if it is not returned.
     """
+    leaves = [x for x in inputs if prior or x not in PRIOR]
     got = answer(op, "triton", inputs, segments, prior, final)
     exact = {name: x.double() for name, x in inputs.items()}
     want = answer(op, "reference", exact, segments, prior, final)
@@ -122,7 +132,7 @@ def check(op, inputs, segments, prior, final):
         [x.dtype for x in got],
         dtype if dtype != FLOAT else None,
     )
-    names = ["mean", *["last"] * (final is not None), *(f"d {x}" for x in inputs if prior or x != "mean")]
+    names = ["mean", *["last"] * (len(got) - 1 - len(leaves)), *(f"d {x}" for x in leaves)]
     for name, x, y, budget in zip(names, got, want, allowed, strict=True):
         error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
@@ -140,11 +150,16 @@ CASES = [  # op, gain, decay, (key heads, value heads), key width, value width, 
     ("delta", "head", "key", (1, 1), 4, 5, HALF, "half a tile"),
     ("delta", "vector", "head", (1, 1), 5, 4, FLOAT, "twos"),
     ("delta", "head", "key", (1, 1), 3, 4, HALF, "tile"),
+    ("ridge", "head", "head", (1, 2), 5, 3, FLOAT, "mixed"),
+    ("ridge", None, None, (1, 1), 3, 4, FLOAT, "ones"),
+    ("ridge", "head", "head", (1, 1), 34, 5, HALF, "half a tile"),
+    ("ridge", None, "head", (1, 1), 5, 4, FLOAT, "one long"),
 ]
 if DEVICE == "cuda":  # every launch configuration
     WIDTHS = [(64, 64), (128, 128), (256, 256), (128, 64), (100, 200)]
     KINDS = [("additive", x, y) for x in (None, "head") for y in (None, "head", "key")]
     KINDS += [("delta", x, y) for x in ("head", "vector") for y in (None, "head", "key")]
+    KINDS += [("ridge", x, x) for x in (None, "head")]
     CASES += [
         (*kind, (1, 2), *widths, dtype, name)
         for kind in KINDS
@@ -158,4 +173,6 @@ if DEVICE == "cuda":  # every launch configuration
 @pytest.mark.parametrize(("op", "gain", "decay", "heads", "keys", "width", "dtype", "name"), CASES)
 def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, name, prior, final):
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
-    check(op, arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype), segments, prior, final)
+    gram = "identity" if op == "ridge" else None
+    inputs = arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype, gram)
+    check(op, inputs, segments, prior, final)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
+from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments
@@ -16,9 +19,20 @@ from kalmix.types import Filtered
 
 
 def ridge(
-    signals: RidgeSignals, belief: RidgeBelief, segments: Segments | None, variance: bool, ridge: Ridge, solver: Solver
+    signals: RidgeSignals,
+    belief: RidgeBelief,
+    segments: Segments | None,
+    variance: bool,
+    ridge: Ridge,
+    solver: Solver,
+    fresh: bool = False,
+    final: bool = True,
 ) -> Filtered:
-    """Compute `kalmix.ops.ridge` with Triton. Training stores the solutions, and H and U at the entry of every tile."""
+    """Compute `kalmix.ops.ridge` with Triton. Training stores the solutions, and H and U at the entry of every tile.
+
+    If `fresh`, the prior is 0. Packed sequences then neither read it nor write its gradient, and store nothing at the
+    entry of their first tile. `final` tells whether to return the belief after the last tokens.
+    """
     assert isinstance(solver, Chebyshev | ConjugateGradient)
     q, k, v, log_decay, gain, mix = signals
     dtype = v.dtype
@@ -35,18 +49,20 @@ def ridge(
         conjugate,
         solver.iterations,
         needs_grad(*inputs),
+        fresh and rows is not None,
+        final,
     )
     mean, variances, cross, gram, *_ = _filter(*inputs, *options)
-    return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram))
+    return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram) if final else None)
 
 
-def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[tuple[int, ...], ...]:
+def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, fresh: bool) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of solutions, norms, and H and U at the entry of every tile; the last three are flattened."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(k, rows)
     tiles = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    states = tiles * heads
-    return (batch, length, heads, width), (states * size,), (states * width * width,), (states * width * values,)
+    states = (batch * length // size + 1 if fresh else tiles) * heads  # see `num_boundaries` of `_linear_memory`
+    return (batch, length, heads, width), (tiles * heads * size,), (states * width * width,), (states * width * values,)
 
 
 def _forward(
@@ -64,35 +80,43 @@ def _forward(
     conjugate: bool,
     iterations: int,
     needs_gradient: bool,
+    fresh: bool,
+    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.forward import forward
 
     inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations)
-    return forward(*inputs, tile_size(k, rows))
+    return forward(*inputs, tile_size(k, rows), fresh, final)
 
 
-def _dry_run(
-    q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient
-):
+def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
     from kalmix.ops._ridge.triton.backward import backward
     from kalmix.ops._ridge.triton.forward import forward
 
-    signals, size = (q, k, v, log_decay, gain, mix), tile_size(k, rows)
-    options = (adaptive, ridge_parameter, conjugate, iterations, size)
-    outputs = forward(*signals, cross, gram, rows, *options)
+    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, fresh, final = inputs
+    options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(signals[1], rows), fresh)
+    outputs = forward(*signals, cross, gram, rows, *options, final)
     if needs_gradient:
-        zero = outputs[2].new_zeros(())
-        grads = (outputs[0], None, zero.expand(cross.shape), zero.expand(gram.shape))
-        backward(*signals, *outputs[4:], rows, *grads, *options)
+        zero = cross.new_zeros(())
+        final_grads = (None, None) if rows is not None else (zero.expand(cross.shape), zero.expand(gram.shape))
+        backward(*signals, *outputs[4:], rows, outputs[0], None, *final_grads, *options)
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
-    float32_kwargs = {"dtype": torch.float32, "device": k.device}
-    solution, norms, grams, crosses = _saved_shapes(k, v, rows)
-    final = (torch.empty(x.shape, **float32_kwargs) for x in (cross, gram))
+    float32_kwargs, (fresh, returns_final) = {"dtype": torch.float32, "device": k.device}, options[-2:]
+    solution, norms, grams, crosses = _saved_shapes(k, v, rows, fresh)
+    final = (torch.empty(x.shape if returns_final else (0,), **float32_kwargs) for x in (cross, gram))
     saved = k.new_empty(solution), torch.empty(norms, **float32_kwargs), k.new_empty(grams), k.new_empty(crosses)
     return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **float32_kwargs), *final, *saved
+
+
+def _backward_fake(*inputs):
+    signals, (k, v), rows, fresh = inputs[:6], inputs[1:3], inputs[10], inputs[-1]
+    memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
+    grads = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in signals)
+    priors = (v.new_empty((0,) if fresh else (*memories, x), dtype=torch.float32) for x in (v.shape[3], k.shape[3]))
+    return *grads, *priors
 
 
 def _backward(
@@ -109,26 +133,40 @@ def _backward(
     rows: Tensor | None,
     grad_mean: Tensor,
     grad_variance: Tensor | None,
-    grad_cross: Tensor,
-    grad_gram: Tensor,
+    grad_cross: Tensor | None,
+    grad_gram: Tensor | None,
     adaptive: bool,
     ridge_parameter: float,
     conjugate: bool,
     iterations: int,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    if rows is None or grad_cross is not None or grad_gram is not None:
+        memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
+        grad_cross, grad_gram = (
+            filled(0.0, (*memories, columns), torch.float32, v.device) if x is None else x
+            for x, columns in ((grad_cross, v.shape[3]), (grad_gram, k.shape[3]))
+        )
+    saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
+    options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(k, rows), fresh)
+    return _cached_backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options)
+
+
+def _launch_backward(q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
     from kalmix.ops._ridge.triton.backward import backward
 
-    saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
-    size = tile_size(k, rows)
-    options = (adaptive, ridge_parameter, conjugate, iterations)
-    return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options, size)
+    return backward(q, *inputs)
+
+
+_cached_backward = with_launch_cache(_launch_backward)
 
 
 _filter = register_filter_op(
     "kalmix::ridge_triton",
     with_launch_cache(_forward, _dry_run),
     _forward_fake,
-    with_launch_cache(_backward),
+    _backward,
     outputs=4,
     kernel="kernel 'triton' of `ridge`",
+    backward_fake=_backward_fake,
 )

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._linear_memory.triton.forward import strides
+from kalmix.ops._linear_memory.triton.forward import num_boundaries, strides
 from kalmix.ops._ridge.solvers import MIN_NORM
 from kalmix.ops._ridge.triton.input_grads import key_grads, value_grads
 from kalmix.ops._ridge.triton.solve import (
@@ -33,6 +33,7 @@ from kalmix.ops._ridge.triton.solve import (
     launch_plan,
     load_block,
     load_token_scalars,
+    locate_entry,
     min_relative_ridge,
     program_tile,
     row_dot,
@@ -61,7 +62,8 @@ def solve_adjoint(
     v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, READ_VARIANCE: tl.constexpr,
-    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, FRESH: tl.constexpr, MIN_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dmix, y and w of a tile's tokens.
 
@@ -82,12 +84,15 @@ def solve_adjoint(
     )
     weights = decays * gain[None, :]
 
+    entry, has_entry = slot, None
+    if FRESH:
+        entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
     grad_x, value_scores = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, V, VALUE_BLOCK):
         column = start + tl.arange(0, VALUE_BLOCK)
         grad = load_rows(grad_mean + token * m_token + head * m_head, m_token, count, column, V, SIZE)
         value = load_rows(v + token * v_token + head * v_head, v_token, count, column, V, SIZE)
-        cross = load_block(crosses + slot * K * V, dim, column, K, V)
+        cross = load_block(crosses + entry * K * V, dim, column, K, V, has_entry)
         grad_x = matmul(grad, tl.trans(cross), PRECISION, grad_x)
         value_scores = matmul(grad, tl.trans(value), PRECISION, value_scores)
     grad_x *= entry_decay[:, None]
@@ -116,7 +121,7 @@ def solve_adjoint(
         store_rows(grad_q, G * K, count, dim, grad_q_rows, K, SIZE)
 
     norm = load_token_scalars(norms, slot, SIZE)
-    gram = load_block(grams + slot * K * K, dim, dim, K, K)
+    gram = load_block(grams + entry * K * K, dim, dim, K, K, has_entry)
     y, weights = solve(
         grad_x,
         gram,
@@ -165,28 +170,28 @@ def backward(
     segments: Tensor | None,
     grad_mean: Tensor,
     grad_variance: Tensor | None,
-    grad_cross: Tensor,
-    grad_gram: Tensor,
+    grad_cross: Tensor | None,
+    grad_gram: Tensor | None,
     adaptive: bool,
     ridge_parameter: float,
     conjugate_gradient: bool,
     iterations: int,
     size: int,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the backward pass.
 
+    The gradients of the final U and H may be `None` together, which means 0, if sequences are packed. `fresh` is that
+    of `forward`.
+
     Returns:
-        Gradients of q, k, v, log_decay, gain, mix (empty for an absent signal) and of the prior U and H.
+        Gradients of q, k, v, log_decay, gain, mix (empty for an absent signal) and of the prior U and H (empty if
+        `fresh`).
     """
     (batch, length, key_heads, width), heads = k.shape, v.shape[2]
     plan = launch_plan(k, v, segments, size)
-    q, k, v, grad_mean, grad_gram = (
-        contiguous_rows(q),
-        contiguous_rows(k),
-        contiguous_rows(v),
-        contiguous_rows(grad_mean),
-        (grad_gram + grad_gram.mT) / 2,
-    )
+    q, k, v, grad_mean = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v), contiguous_rows(grad_mean)
+    has_final = grad_gram is not None and grad_cross is not None
     input_kwargs, float32_kwargs = {"dtype": k.dtype, "device": k.device}, {"dtype": torch.float32, "device": k.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have no gradient
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
@@ -210,8 +215,15 @@ def backward(
     grad_mix, grad_gain, grad_log_decay = (
         tokens(scalar_shape, **float32_kwargs) if x is not None else q.new_empty(0) for x in (mix, gain, log_decay)
     )
-    gram_adjoints, cross_adjoints = torch.empty_like(grams), torch.empty_like(crosses)
-    grad_gram_prior, grad_cross_prior = (torch.empty(x.shape, **float32_kwargs) for x in (grad_gram, grad_cross))
+    states = (plan.cut.num_tiles if has_final else num_boundaries(v, size)) * heads * width
+    gram_adjoints, cross_adjoints = (torch.empty(states * x, **input_kwargs) for x in (width, v.shape[3]))
+    prior_shapes = [(plan.cut.num_sequences, heads, width, x) for x in (width, v.shape[3])]
+    grad_gram_prior, grad_cross_prior = (torch.empty((0,) if fresh else x, **float32_kwargs) for x in prior_shapes)
+    if grad_gram is None or grad_cross is None:
+        grad_gram = grad_cross = torch.empty(0, 1, 1, 1, **float32_kwargs)  # is not read
+    else:
+        grad_gram = (grad_gram + grad_gram.mT) / 2
+    edges = {"FRESH": fresh, "FINAL": has_final}
 
     arguments = (
         q, mix_input, solution, grad_mean, tables.entry_decays, tables.tile_decays, cross_adjoints, grad_cross,
@@ -220,7 +232,7 @@ def backward(
     )  # fmt: skip
     num_blocks, options = (
         plan.column_blocks[1] - plan.column_blocks[0],
-        decay_options | mix_options | plan.scan_options | plan.constants,
+        decay_options | mix_options | edges | plan.scan_options | plan.constants,
     )
     wait = launch_on_side_stream(
         Launch(cross_backward, (plan.cut.num_sequences, heads, num_blocks), arguments, options)
@@ -236,6 +248,7 @@ def backward(
         "VALUE_BLOCK": value_block(plan, shared_memory(k.device)),
         "READ_VARIANCE": grad_variance is not None,
         "CONJUGATE_GRADIENT": conjugate_gradient,
+        "FRESH": fresh,
         "MIN_NORM": MIN_NORM,
     }
     Launch(solve_adjoint, plan.grid, arguments, options).run()
@@ -246,7 +259,7 @@ def backward(
         gram_adjoints, grad_gram, grad_gram_prior, plan.cut.sequence_table, length, plan.cut.tiles, *strides(k),
         *grad_gram.stride(), heads, plan.group_size,
     )  # fmt: skip
-    options = decay_options | ridge_options | plan.scan_options | {"STAGES": 1} | plan.constants
+    options = decay_options | ridge_options | edges | plan.scan_options | {"STAGES": 1} | plan.constants
     wait = launch_on_side_stream(
         Launch(gram_backward, (plan.cut.num_sequences, heads, plan.column_blocks[0]), arguments, options)
     )
@@ -255,7 +268,7 @@ def backward(
         read_terms, cross_adjoints, grad_k, grad_v, grad_gain, grad_log_decay, *plan.tiles,
         *strides(q, k, v, grad_mean), heads, plan.group_size,
     )  # fmt: skip
-    grad_options = plan.constants | plan.solve_options | {"num_warps": 4, "VALUE_BLOCK": 64}
+    grad_options = edges | plan.constants | plan.solve_options | {"num_warps": 4, "VALUE_BLOCK": 64}
     Launch(value_grads, plan.grid, arguments, decay_options | gain_options | mix_options | grad_options).run()
     wait()
     arguments = (

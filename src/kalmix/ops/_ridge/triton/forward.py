@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._linear_memory.triton.forward import strides
+from kalmix.ops._linear_memory.triton.forward import num_boundaries, strides
 from kalmix.ops._ridge.solvers import MIN_NORM
 from kalmix.ops._ridge.triton.solve import (
     causal_decays,
@@ -24,6 +24,7 @@ from kalmix.ops._ridge.triton.solve import (
     load_block,
     load_state,
     load_token_scalars,
+    locate_entry,
     program_tile,
     row_dot,
     solve,
@@ -35,6 +36,7 @@ from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
+    boundary_index,
     contiguous_rows,
     load_per_token,
     load_rows,
@@ -51,21 +53,32 @@ def scan_columns(
     k_token, v_token, prior_n, prior_g, prior_i, prior_j, G,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STORE_SQUARES: tl.constexpr,
-    STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    FRESH: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of a memory.
 
-    Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile.
+    Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile. If FRESH, the prior is
+    0 and not read, and the memory is not stored at the entry of the first tile. The final memory is stored if FINAL.
     """
     DTYPE: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), column_block * COLUMNS + tl.arange(0, COLUMNS)
     first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
-    state = load_state(prior + sequence * prior_n + head * prior_g, row, column, prior_i, prior_j, K, V)
+    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
+        if tokens <= SIZE:
+            return
+    if FRESH:
+        state = tl.zeros([P, COLUMNS], tl.float32)
+    else:
+        state = load_state(prior + sequence * prior_n + head * prior_g, row, column, prior_i, prior_j, K, V)
     for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
         count = tl.minimum(tokens - i * SIZE, SIZE)
         token_start, slot = token + i * SIZE, (first_tile + i) * G + head
-        store_block(states + slot * K * V, row, column, state, K, V)
+        if FRESH:
+            entry = boundary_index(token_start, SIZE) * G + head
+            store_block(states + entry * K * V, row, column, state, K, V, i > 0)
+        else:
+            store_block(states + slot * K * V, row, column, state, K, V)
         if STORE_SQUARES:
             tl.store(squares + slot * COLUMN_BLOCKS + column_block, tl.sum(tl.sum(state * state, 1), 0))
         right = load_rows(values + token_start * v_token, v_token, count, column, V, SIZE)
@@ -78,7 +91,8 @@ def scan_columns(
             if right.dtype == tl.bfloat16:  # in two terms, since a solution amplifies rounding errors of H
                 state = matmul(left, (weighted - right.to(tl.float32)).to(DTYPE), PRECISION, state)
         state = matmul(left, right, PRECISION, state)
-    store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
+    if FINAL:
+        store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -87,8 +101,8 @@ def forward_scan(
     length, tiles, k_token, k_head, v_token, v_head, gram_n, gram_g, gram_i, gram_j, cross_n, cross_g, cross_i, cross_j,
     G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, FRESH: tl.constexpr,
+    FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of H or of U."""
     head, column_block = tl.program_id(1), tl.program_id(2)
@@ -97,13 +111,13 @@ def forward_scan(
         scan_columns(
             k, k, grams, squares, exit_weights, tile_decays, gram, final_gram, sequence_table, length, tiles,
             column_block, k_token, k_token, gram_n, gram_g, gram_i, gram_j, G, K, K, P, COLUMNS, COLUMN_BLOCKS, SIZE,
-            PACKED, DECAY, WEIGHTED, True, STAGES, PRECISION,
+            PACKED, DECAY, WEIGHTED, True, FRESH, FINAL, STAGES, PRECISION,
         )  # fmt: skip
     else:
         scan_columns(
             k, v + head * v_head, crosses, squares, exit_weights, tile_decays, cross, final_cross, sequence_table,
             length, tiles, column_block - COLUMN_BLOCKS, k_token, v_token, cross_n, cross_g, cross_i, cross_j, G, K, V,
-            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, STAGES, PRECISION,
+            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, FRESH, FINAL, STAGES, PRECISION,
         )  # fmt: skip
 
 
@@ -126,7 +140,8 @@ def solve_and_read(
     v_token, v_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr,
-    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, MIN_NORM: tl.constexpr, PRECISION: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, FRESH: tl.constexpr, MIN_NORM: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
     DTYPE: tl.constexpr = grams.dtype.element_ty
@@ -136,14 +151,20 @@ def solve_and_read(
     t, dim = tl.arange(0, SIZE), tl.arange(0, P)
     q += token * q_token + head // SHARE * q_head
     k += token * k_token + head // SHARE * k_head
-    gram = load_block(grams + slot * K * K, dim, dim, K, K)
+    entry, has_entry = slot, None
+    if FRESH:
+        entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
+    gram = load_block(grams + entry * K * K, dim, dim, K, K, has_entry)
     key = load_rows(k, k_token, count, dim, K, SIZE)
     decays, gain, entry_decay = causal_decays(
         log_decays, log_decay_remainders, entry_decays, gain_values, slot, SIZE, DECAY, GAIN
     )
     entry_square = 0.0
     for block in range(COLUMN_BLOCKS):
-        entry_square += tl.load(squares + slot * COLUMN_BLOCKS + block)
+        if FRESH:
+            entry_square += tl.load(squares + slot * COLUMN_BLOCKS + block, mask=has_entry, other=0.0)
+        else:
+            entry_square += tl.load(squares + slot * COLUMN_BLOCKS + block)
     norm = tile_norms(key, gram, entry_square, decays, gain, entry_decay, PRECISION)
     store_token_scalars(norms, slot, norm)
     query = load_rows(q, q_token, count, dim, K, SIZE).to(tl.float32)
@@ -176,7 +197,7 @@ def solve_and_read(
     scores = (scores * weights).to(DTYPE)
     for start in range(0, V, VALUE_BLOCK):
         column = start + tl.arange(0, VALUE_BLOCK)
-        cross = load_block(crosses + slot * K * V, dim, column, K, V)
+        cross = load_block(crosses + entry * K * V, dim, column, K, V, has_entry)
         output = matmul(high, cross, PRECISION)
         if cross.dtype == tl.bfloat16:
             output = matmul(low, cross, PRECISION, output)
@@ -200,12 +221,16 @@ def forward(
     conjugate_gradient: bool,
     iterations: int,
     size: int,
+    fresh: bool,
+    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the forward pass; q, k and v are bfloat16 or float32.
 
+    If `fresh`, sequences are packed and the prior is 0, and is not read.
+
     Returns:
-        The mean, q'x, the final U and H; and for the backward pass x, the norms, and H and U at the entry of every
-        tile.
+        The mean, q'x, the final U and H (empty unless `final`); and for the backward pass x, the norms, and H and U at
+        the entry of every tile (if `fresh`, at the boundaries between tiles: see `boundary_index`).
     """
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
@@ -214,9 +239,10 @@ def forward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
-    states = plan.cut.num_tiles * heads * width  # stored tensors have one axis: see `tokens_per_block`
+    num_entries = num_boundaries(v, size) if fresh else plan.cut.num_tiles
+    states = num_entries * heads * width  # stored tensors have one axis: see `tokens_per_block`
     grams, crosses = (torch.empty(states * x, **input_kwargs) for x in (width, values))
-    final_gram, final_cross = (torch.empty(x.shape, **float32_kwargs) for x in (gram, cross))
+    final_gram, final_cross = (torch.empty(x.shape if final else (0,), **float32_kwargs) for x in (gram, cross))
     squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **float32_kwargs)
     arguments = (
         k, v, grams, crosses, squares, tables.exit_weights, tables.tile_decays, gram, cross, final_gram, final_cross,
@@ -224,7 +250,7 @@ def forward(
         plan.group_size,
     )  # fmt: skip
     options = {"COLUMN_BLOCKS": plan.column_blocks[0], "DECAY": features["DECAY"], "WEIGHTED": any(features.values())}
-    options |= plan.scan_options | plan.constants
+    options |= {"FRESH": fresh, "FINAL": final} | plan.scan_options | plan.constants
     Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
     solution, norms = (
         tokens(batch, length, heads, width, **input_kwargs),
@@ -239,6 +265,7 @@ def forward(
         "MIX": mix is not None,
         "ADAPTIVE": adaptive,
         "CONJUGATE_GRADIENT": conjugate_gradient,
+        "FRESH": fresh,
         "MIN_NORM": MIN_NORM,
         **features,
     }

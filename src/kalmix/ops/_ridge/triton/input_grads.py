@@ -9,7 +9,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._ridge.triton.solve import load_block, load_token_scalars, log_decay_between, program_tile
+from kalmix.ops._ridge.triton.solve import (
+    load_block,
+    load_token_scalars,
+    locate_entry,
+    locate_exit,
+    log_decay_between,
+    program_tile,
+)
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, load_per_token, load_rows, matmul, store_rows
 
 
@@ -55,7 +62,8 @@ def value_grads(
     adjoints, grad_k, grad_v, grad_gain, grad_log_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head,
     v_token, v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, FRESH: tl.constexpr,
+    FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dv of a tile's tokens, and the parts of dk, dgain and dlog_decay that flow through U."""
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
@@ -69,8 +77,13 @@ def value_grads(
     v += token * v_token + head * v_head
     grad_mean += token * m_token + head * m_head
     solution += row * K
-    crosses += slot * K * V
-    adjoints += slot * K * V
+    entry, has_entry, exit_slot, has_exit = slot, None, slot, None
+    if FRESH:
+        entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
+    if not FINAL:
+        exit_slot, has_exit = locate_exit(tile_table, slot, token, G, SIZE)
+    crosses += entry * K * V
+    adjoints += exit_slot * K * V
     state_dot = 0.0
     decays, gain, exit_decay = anticausal_decays(log_decays, log_decay_remainders, gain_values, slot, SIZE, DECAY, GAIN)
     share = tl.full([SIZE], 1.0, tl.float32)
@@ -84,12 +97,12 @@ def value_grads(
         column = start + tl.arange(0, VALUE_BLOCK)
         grad = load_rows(grad_mean, m_token, count, column, V, SIZE)
         value_scores = matmul(load_rows(v, v_token, count, column, V, SIZE), tl.trans(grad), PRECISION, value_scores)
-        grad_value = matmul(key, load_block(adjoints, dim, column, K, V), PRECISION) * exit_decay[:, None]
+        grad_value = matmul(key, load_block(adjoints, dim, column, K, V, has_exit), PRECISION) * exit_decay[:, None]
         grad_value = matmul(scores.to(DTYPE), grad, PRECISION, grad_value)
         store_rows(grad_v + row * V, G * V, count, column, grad_value * gain[:, None], V, SIZE)
         if DECAY:
-            state_product = load_block(crosses, dim, column, K, V).to(tl.float32)
-            state_product *= load_block(adjoints, dim, column, K, V).to(tl.float32)
+            state_product = load_block(crosses, dim, column, K, V, has_entry).to(tl.float32)
+            state_product *= load_block(adjoints, dim, column, K, V, has_exit).to(tl.float32)
             state_dot += tl.sum(tl.sum(state_product, 1), 0)
     grad_decay = tl.zeros([SIZE], tl.float32)
     if DECAY:
@@ -107,7 +120,7 @@ def value_grads(
         grad_key = tl.zeros([SIZE, KEY_BLOCK], tl.float32)
         for value_start in range(0, V, VALUE_BLOCK):
             column = value_start + tl.arange(0, VALUE_BLOCK)
-            block = load_block(adjoints, dims, column, K, V)
+            block = load_block(adjoints, dims, column, K, V, has_exit)
             grad_key = matmul(load_rows(v, v_token, count, column, V, SIZE), tl.trans(block), PRECISION, grad_key)
         grad_key *= exit_decay[:, None]
         key_rows = load_rows(k, k_token, count, dims, K, SIZE).to(tl.float32)
@@ -132,7 +145,8 @@ def key_grads(
     norm_weights, entry_terms, adjoints, grad_k, grad_gain, grad_log_decay, tile_table, length, tiles, k_token, k_head,
     G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, ADAPTIVE: tl.constexpr, PRECISION: tl.constexpr,
+    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, ADAPTIVE: tl.constexpr, FRESH: tl.constexpr,
+    FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dgain and dlog_decay of a tile's tokens; adds to the parts that `value_grads` stored."""
     DTYPE: tl.constexpr = adjoint.dtype.element_ty
@@ -145,8 +159,13 @@ def key_grads(
     solution += row * K
     adjoint += row * K
     grad_k += row * K
-    grams += slot * K * K
-    adjoints += slot * K * K
+    entry, has_entry, exit_slot, has_exit = slot, None, slot, None
+    if FRESH:
+        entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
+    if not FINAL:
+        exit_slot, has_exit = locate_exit(tile_table, slot, token, G, SIZE)
+    grams += entry * K * K
+    adjoints += exit_slot * K * K
     state_dot = 0.0
     decays, gain, exit_decay = anticausal_decays(log_decays, log_decay_remainders, gain_values, slot, SIZE, DECAY, GAIN)
     entry_decay = load_token_scalars(entry_decays, slot, SIZE) if DECAY else tl.full([SIZE], 1.0, tl.float32)
@@ -166,12 +185,12 @@ def key_grads(
     exit_dots, grad_gains = tl.zeros([SIZE], tl.float32), tl.zeros([SIZE], tl.float32)
     for start in range(0, K, KEY_BLOCK):
         dims = start + tl.arange(0, KEY_BLOCK)
-        entry_gram = load_block(grams, dim, dims, K, K)
+        entry_gram = load_block(grams, dim, dims, K, K, has_entry)
         if DECAY:
-            state_product = load_block(adjoints, dim, dims, K, K).to(tl.float32)
-            state_product *= load_block(grams, dim, dims, K, K).to(tl.float32)
+            state_product = load_block(adjoints, dim, dims, K, K, has_exit).to(tl.float32)
+            state_product *= load_block(grams, dim, dims, K, K, has_entry).to(tl.float32)
             state_dot += tl.sum(tl.sum(state_product, 1), 0)
-        grad_key = matmul(key, load_block(adjoints, dim, dims, K, K), PRECISION) * exit_decay[:, None]
+        grad_key = matmul(key, load_block(adjoints, dim, dims, K, K, has_exit), PRECISION) * exit_decay[:, None]
         key_rows = load_rows(k, k_token, count, dims, K, SIZE).to(tl.float32)
         exit_dots += tl.sum(grad_key * key_rows, 1)
         if ADAPTIVE:

@@ -21,9 +21,13 @@ from torch import Tensor
 
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
+    FIRST_TILE,
+    LAST_TILE,
     UNSPECIALIZED,
     Tiling,
+    boundary_index,
     dot_precision,
+    is_inner,
     load_per_token,
     locate_program,
     locate_tile,
@@ -100,10 +104,12 @@ def divides(width, block):
 
 
 @triton.jit
-def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr):
-    """Load a block of a contiguous matrix `[K, V]`; 0 outside the matrix."""
+def load_block(base, row, column, K: tl.constexpr, V: tl.constexpr, stored=None):
+    """Load a block of a contiguous matrix `[K, V]`; 0 outside the matrix, and unless `stored`, if it is given."""
     token_start = base + row[:, None] * V + column[None, :]
-    if divides(K, row.shape[0]) and divides(V, column.shape[0]):
+    if stored is not None:
+        block = tl.load(token_start, mask=(row < K)[:, None] & (column < V)[None, :] & stored, other=0.0)
+    elif divides(K, row.shape[0]) and divides(V, column.shape[0]):
         block = tl.load(token_start)
     else:
         block = tl.load(token_start, mask=(row < K)[:, None] & (column < V)[None, :], other=0.0)
@@ -118,10 +124,12 @@ def load_state(base, row, column, stride, step, K: tl.constexpr, V: tl.constexpr
 
 
 @triton.jit
-def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr):
-    """Store a block of a contiguous matrix `[K, V]`."""
+def store_block(base, row, column, x, K: tl.constexpr, V: tl.constexpr, stored=None):
+    """Store a block of a contiguous matrix `[K, V]`; nothing unless `stored`, if it is given."""
     token_start, x = base + row[:, None] * V + column[None, :], x.to(base.dtype.element_ty)
-    if divides(K, row.shape[0]) and divides(V, column.shape[0]):
+    if stored is not None:
+        tl.store(token_start, x, mask=(row < K)[:, None] & (column < V)[None, :] & stored)
+    elif divides(K, row.shape[0]) and divides(V, column.shape[0]):
         tl.store(token_start, x)
     else:
         tl.store(token_start, x, mask=(row < K)[:, None] & (column < V)[None, :])
@@ -146,6 +154,20 @@ def program_tile(tile_table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.co
     index, head, _part = locate_program(G, 1)
     token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     return head, token, count, token * G + head, index.to(tl.int64) * G + head
+
+
+@triton.jit
+def locate_entry(tile_table, slot, token, G, SIZE: tl.constexpr):
+    """Return the index of H and U at the entry of a tile if the prior is not stored, and whether they are stored."""
+    index, head = slot // G, slot % G
+    return boundary_index(token, SIZE) * G + head, is_inner(tile_table, index, FIRST_TILE)
+
+
+@triton.jit
+def locate_exit(tile_table, slot, token, G, SIZE: tl.constexpr):
+    """Return the index of adjoints at the exit of a tile if final ones are not stored, and whether they are stored."""
+    index, head = slot // G, slot % G
+    return boundary_index(token + SIZE, SIZE) * G + head, is_inner(tile_table, index, LAST_TILE)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
