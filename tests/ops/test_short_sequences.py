@@ -8,7 +8,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kalmix.beliefs import PointBelief, RidgeBelief
+from kalmix.beliefs import DiagonalBelief, PointBelief, RidgeBelief
 from kalmix.ops import OPS, Chebyshev
 from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
 from kalmix.ops._shared.token_blocks import tokens_per_tile
@@ -19,7 +19,7 @@ from kalmix.testing.tolerances import budgets, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, HALF = torch.float32, torch.bfloat16
-PRIOR = ("prior", "gram")  # names of the tensors of a prior
+PRIOR = ("prior", "gram", "variance")  # names of the tensors of a prior
 LENGTHS = {
     "ones": [1] * 6,
     "mixed": [1, 2, 15, 0, 16, 17, 33, 1],
@@ -88,6 +88,27 @@ def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype, gram=No
     return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
 
 
+def diagonal_arguments(tokens, sequences, slots, channels, dtype):
+    """Return random signals of `diagonal` and a prior by name."""
+    draw = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=draw)
+
+    cells = (1, slots, channels)
+    inputs = {
+        "q": torch.nn.functional.normalize(normal(1, tokens, 1, slots), dim=-1).to(dtype),
+        "k": torch.nn.functional.normalize(normal(1, tokens, 1, slots), dim=-1).to(dtype),
+        "v": normal(1, tokens, 1, channels).to(dtype),
+        "precision": normal(1, tokens, 1, channels).exp(),
+        "log_decay": -0.1 * normal(*cells).exp(),
+        "process_noise": 0.1 * normal(*cells).exp(),
+        "prior": normal(sequences, *cells),
+        "variance": normal(sequences, *cells).exp(),
+    }
+    return {name: x.to(DEVICE) for name, x in inputs.items()}
+
+
 def answer(op, kernel, inputs, segments, prior, final):
     """Return outputs, and gradients of a weighted sum of the mean and, if `final`, the final belief."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if prior or name not in PRIOR}
@@ -95,6 +116,8 @@ def answer(op, kernel, inputs, segments, prior, final):
     belief = None
     if prior and op == "ridge":
         belief = RidgeBelief(leaves["prior"], (leaves["gram"] + leaves["gram"].mT) / 2)
+    elif prior and op == "diagonal":
+        belief = DiagonalBelief(leaves["prior"], leaves["variance"])
     elif prior:
         belief = PointBelief(leaves["prior"])
     options = {"belief": belief, "segments": segments, "final_belief": final is not None, "kernel": kernel}
@@ -176,3 +199,12 @@ def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, n
     gram = "identity" if op == "ridge" else None
     inputs = arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype, gram)
     check(op, inputs, segments, prior, final)
+
+
+@pytest.mark.parametrize(("prior", "final"), BELIEFS)
+@pytest.mark.parametrize(("dtype", "name"), [(FLOAT, "mixed"), (HALF, "one long"), (FLOAT, "tile")])
+def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypatch):
+    monkeypatch.setattr("kalmix.ops._diagonal.triton.forward.tile_size", lambda *_: 32)
+    monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
+    segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
+    check("diagonal", diagonal_arguments(tokens, segments.count, 5, 6, dtype), segments, prior, final)

@@ -46,7 +46,7 @@ def test_tables_number_the_chunks_of_all_sequences(packed, size, chunk):
     index = torch.arange(len(tile_table), device=DEVICE) - first_tile[tiles.sequence]
     want = torch.stack(
         [
-            *(tiles.sequence, tiles.token, tiles.count, index + 1 == counts[tiles.sequence]),
+            *(tiles.sequence, tiles.token, tiles.count, (index == 0) + 2 * (index + 1 == counts[tiles.sequence])),
             first_chunk[tiles.sequence] + index * (size // chunk),
         ],
         dim=1,

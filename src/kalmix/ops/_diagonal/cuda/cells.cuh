@@ -126,17 +126,17 @@ struct SlotSignal {
 struct Tile {
     int64 index, sequence, token, stored;  // `stored`: index of its first stored belief
     int count;
-    bool last;
+    bool first, last;
 };
 
 INLINE Tile locate_tile(const int64* table, int64 index, int64 length, int64 size, int64 tiles) {
 #if PACKED
     const int64* row = table + 5 * index;
-    return {index, row[0], row[1], row[4], static_cast<int>(row[2]), row[3] != 0};
+    return {index, row[0], row[1], row[4], static_cast<int>(row[2]), (row[3] & 1) != 0, (row[3] & 2) != 0};
 #else
     const int64 sequence = index / tiles, first = index % tiles * size, rest = length - first;
     return {index, sequence, sequence * length + first, sequence * ((length + CHUNK - 1) / CHUNK) + first / CHUNK,
-            static_cast<int>(rest < size ? rest : size), rest <= size};
+            static_cast<int>(rest < size ? rest : size), first == 0, rest <= size};
 #endif
 }
 

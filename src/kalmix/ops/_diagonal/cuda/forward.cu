@@ -22,9 +22,9 @@ INLINE float sum_of_four(const float (&x)[GROUP]) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) forward(
     const Storage<Q_TYPE>::Type* q, const Storage<Q_TYPE>::Type* k, const Storage<V_TYPE>::Type* v,
-    const Storage<W_TYPE>::Type* precision, const float* log_decay, const float* noise, const float* entry_mean,
-    const float* entry_var, Storage<V_TYPE>::Type* read_mean, float* read_var, float* final_mean, float* final_var,
-    float* stored, const int64* tile_table, int64 length, int64 size, int64 tiles, int64 q_head,
+    const Storage<W_TYPE>::Type* precision, const float* log_decay, const float* noise, const float* prior_mean,
+    const float* prior_var, const float* entries, Storage<V_TYPE>::Type* read_mean, float* read_var,
+    float* final_mean, float* final_var, float* stored, const int64* tile_table, int64 length, int64 size, int64 tiles, int64 q_head,
     int64 k_head, int64 v_head, int64 p_head, int64 mean_n, int64 mean_g,
     int64 mean_k, int64 mean_v, int64 var_n, int64 var_g, int64 var_k, int64 var_v, int64 group) {
     extern __shared__ float4 memory[];
@@ -48,14 +48,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) forward(
     load(0);
     const Dynamics dynamics = load_dynamics(log_decay, noise, head, channel, 0);
     Cells mean, var;
-    const int64 entry = SINGLE ? tile.sequence : tile.index;
+    const int64 plane = static_cast<int64>(G) * V * P, cell = (head * V + channel) * P + slot;
+    const bool from_prior = SINGLE || tile.first;  // other tiles start from a result of `_scan_tiles`
+    const float* entry = entries + tile.index * 2 * plane + cell;
+    const int64 n = tile.sequence;
 #pragma unroll
     for (int r = 0; r < CELLS; ++r) {
-        const bool real = channel < V && slot + r < K;
-        mean.x[r] = real ? entry_mean[entry * mean_n + head * mean_g + (slot + r) * mean_k + channel * mean_v] : 0.0f;
-        var.x[r] = real ? entry_var[entry * var_n + head * var_g + (slot + r) * var_k + channel * var_v] : 0.0f;
+        mean.x[r] = var.x[r] = 0.0f;
+        if (channel < V && slot + r < K && tile.count) {
+            mean.x[r] = from_prior ? prior_mean[n * mean_n + head * mean_g + (slot + r) * mean_k + channel * mean_v]
+                                   : entry[r];
+            var.x[r] = from_prior ? prior_var[n * var_n + head * var_g + (slot + r) * var_k + channel * var_v]
+                                  : entry[plane + r];
+        }
     }
-    const int64 plane = static_cast<int64>(G) * V * P, cell = (head * V + channel) * P + slot;
     float* to_stored = stored + tile.stored * 2 * plane + cell;
     const int64 output = (tile.token * G + head) * V + channel;
 
@@ -115,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) forward(
             write(t, count - t, read, read_variance);
         }
     }
-    if (tile.last) {
+    if (FINAL && tile.last) {
 #pragma unroll
         for (int r = 0; r < CELLS; ++r) {
             const int64 at = ((tile.sequence * G + head) * K + slot + r) * V + channel;

@@ -86,7 +86,9 @@ def _map_tile_grads(
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    _sequence, token, count, _last, stored_index = locate_tile(tile_table, index, length, size, tiles, CHUNK, PACKED)
+    _sequence, token, count, _begins, _last, stored_index = locate_tile(
+        tile_table, index, length, size, tiles, CHUNK, PACKED
+    )
     if count == 0:
         return
     inside = (channel < V)[:, None] & (slot < P)[None, :]

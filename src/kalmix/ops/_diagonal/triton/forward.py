@@ -4,7 +4,8 @@ Cells (slot, channel) are independent, so a program takes a few channels with al
 with the beliefs in registers. Tiles of tokens add parallelism over time, in three launches:
 
 1. `map_tiles`: the map of beliefs by each tile, five numbers per cell;
-2. `_scan_tiles`: the belief at the start of every tile, by applying these maps to the prior one after another;
+2. `_scan_tiles`: the belief at the start of every other tile of a sequence than the first, by applying these maps to
+   the prior one after another;
 3. `_read_out`: the recursion inside every tile from that belief; writes the outputs and, for the backward pass, a
    belief every `CHUNK` tokens.
 
@@ -89,7 +90,9 @@ def map_tiles(
     head = tl.program_id(1)
     channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
-    _sequence, token, count, last, _stored_index = locate_tile(tile_table, index, length, size, tiles, CHUNK, PACKED)
+    _sequence, token, count, _begins, last, _stored_index = locate_tile(
+        tile_table, index, length, size, tiles, CHUNK, PACKED
+    )
     unused = count == 0
     if not EVERY:
         unused = unused | last  # no later tile needs the map
@@ -157,22 +160,32 @@ def map_tiles(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _scan_tiles(
-    maps, entries, mean, var, sequence_table, tiles,
+    maps, entries, mean, var, final_mean, final_var, sequence_table, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
+    """Store the belief at the start of the tiles of one sequence and head, but the first tile, for some channels.
+
+    If FINAL, the final belief of an empty sequence is its prior.
+    """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     channel = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, P)
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     real = (channel < V)[:, None] & (slot < K)[None, :]
-    m = load_belief(mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
-    x = load_belief(var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, real)
+    needed = real
     if PACKED:
         first, end = tl.load(sequence_table + 5 * sequence), tl.load(sequence_table + 5 * sequence + 3)
+        needed = real & (end - first != 1)
     else:
         first, end = sequence * tiles, sequence * tiles + tiles
+    m = load_belief(mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, needed)
+    x = load_belief(var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, needed)
+    if PACKED and FINAL:
+        to = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
+        tl.store(final_mean + to, m, mask=real & (end == first))
+        tl.store(final_var + to, x, mask=real & (end == first))
     plane = G * V * P
     at = cell_offsets(head, channel, V, P)
     for index in tl.range(first, end, num_stages=4):
@@ -181,8 +194,8 @@ def _scan_tiles(
         info_mean = tl.load(maps + (index * 5 + 2) * plane + at, mask=inside & (index + 1 < end), other=0.0)
         var_offset = tl.load(maps + (index * 5 + 3) * plane + at, mask=inside & (index + 1 < end), other=0.0)
         mean_offset = tl.load(maps + (index * 5 + 4) * plane + at, mask=inside & (index + 1 < end), other=0.0)
-        tl.store(entries + index * 2 * plane + at, m, mask=inside)
-        tl.store(entries + (index * 2 + 1) * plane + at, x, mask=inside)
+        tl.store(entries + index * 2 * plane + at, m, mask=inside & (index > first))
+        tl.store(entries + (index * 2 + 1) * plane + at, x, mask=inside & (index > first))
         shrunk_factor = factor / (1.0 + x * information)
         m = (m + x * info_mean) * shrunk_factor + mean_offset
         x = factor * x * shrunk_factor + var_offset
@@ -205,13 +218,13 @@ def filter_token(
 
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, *STRIDES])
 def _read_out(
-    q, k, v, precision, log_decay, noise, entry_mean, entry_var, read_mean, read_var, final_mean, final_var, stored,
-    tile_table, length, size, tiles, q_token: tl.constexpr, q_head, k_token: tl.constexpr, k_head,
+    q, k, v, precision, log_decay, noise, prior_mean, prior_var, entries, read_mean, read_var, final_mean, final_var,
+    stored, tile_table, length, size, tiles, q_token: tl.constexpr, q_head, k_token: tl.constexpr, k_head,
     v_token: tl.constexpr, v_head, p_token: tl.constexpr, p_head,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr,
-    STORE: tl.constexpr, PTX: tl.constexpr,
+    STORE: tl.constexpr, FINAL: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -220,10 +233,20 @@ def _read_out(
     slot = tl.arange(0, P)
     inside = (channel < V)[:, None] & (slot < P)[None, :]
     real = (channel < V)[:, None] & (slot < K)[None, :]
-    sequence, token, count, last, stored_index = locate_tile(tile_table, index, length, size, tiles, CHUNK, PACKED)
-    entry = sequence if SINGLE else index.to(tl.int64)  # the prior, or the result of `_scan_tiles`
-    mean = load_belief(entry_mean, entry, head, channel, slot, mean_n, mean_g, mean_k, mean_v, real)
-    var = load_belief(entry_var, entry, head, channel, slot, var_n, var_g, var_k, var_v, real)
+    sequence, token, count, begins, last, stored_index = locate_tile(
+        tile_table, index, length, size, tiles, CHUNK, PACKED
+    )
+    plane = G * V * P
+    from_prior = real
+    if not SINGLE:  # another tile than the first starts from a result of `_scan_tiles`
+        from_prior = real & begins
+    mean = load_belief(prior_mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, from_prior)
+    var = load_belief(prior_var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, from_prior)
+    if not SINGLE:
+        entries += index.to(tl.int64) * 2 * plane + cell_offsets(head, channel, V, P)
+        from_scan = inside & (begins == 0) & (count > 0)
+        mean = tl.where(begins, mean, tl.load(entries, mask=from_scan, other=0.0))
+        var = tl.where(begins, var, tl.load(entries + plane, mask=from_scan, other=0.0))
     decay, noise = load_dynamics(log_decay, noise, head, channel, V, K, P)
     q += token * q_token + head // GROUP * q_head
     k += token * k_token + head // GROUP * k_head
@@ -231,7 +254,6 @@ def _read_out(
     precision += token * p_token + head * p_head
     read_mean += (token * G + head) * V
     read_var += (token * G + head) * V
-    plane = G * V * P
     stored += stored_index * 2 * plane + cell_offsets(head, channel, V, P)
     for chunk in range(0, count, CHUNK):
         if STORE:
@@ -265,10 +287,10 @@ def _read_out(
                     t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
                     channel, V, G, decay, noise, VARIANCE, PTX,
                 )  # fmt: skip
-    if last:
+    if FINAL:
         at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
-        tl.store(final_mean + at, mean, mask=real)
-        tl.store(final_var + at, var, mask=real)
+        tl.store(final_mean + at, mean, mask=real & last)
+        tl.store(final_var + at, var, mask=real & last)
 
 
 def forward(
@@ -284,11 +306,12 @@ def forward(
     variance: bool,
     stored: Tensor,
     cuda: bool,
+    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean and variance of the read-out (empty without `variance`) and those of the final belief.
 
-    Writes the belief before every `CHUNK`-th token of a sequence to `stored`, unless `stored` is empty.
-    `cuda` uses `cuda/forward.cu` in place of `_read_out`.
+    The latter are empty unless `final`. Writes the belief before every `CHUNK`-th token of a sequence to `stored`,
+    unless `stored` is empty. `cuda` uses `cuda/forward.cu` in place of `_read_out`.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     q, k, v, precision = (
@@ -307,8 +330,8 @@ def forward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have mean and variance 0
     read_mean = tokens(v.shape, dtype=v.dtype, device=v.device)
     read_var = tokens(v.shape if variance else 0, **like)
-    final_mean, final_var = torch.empty(mean.shape, **like), torch.empty(var.shape, **like)
-    if segments is not None:  # the final belief of an empty segment is its prior
+    final_mean, final_var = (torch.empty(x.shape if final else (0,), **like) for x in (mean, var))
+    if final and segments is not None and plan.single_tile:  # the final belief of an empty segment is its prior
         final_mean.copy_(mean)
         final_var.copy_(var)
 
@@ -316,7 +339,7 @@ def forward(
     even, uneven = channels % size == 0, is_ragged(length, segments)
     cells = {"BLOCK": size, "EVEN": even, "RAGGED": uneven, "CHUNK": CHUNK, "PREFETCH": PREFETCH, "PTX": supports_ptx()}
     strides = (*k.stride()[1:3], *v.stride()[1:3], *precision.stride()[1:3])
-    entry_mean, entry_var = mean, var
+    entries = mean
     if not plan.single_tile:
         maps = torch.empty(plan.num_tiles, 5, heads, channels, width, **like)
         arguments = (
@@ -332,6 +355,8 @@ def forward(
             entries,
             mean,
             var,
+            final_mean,
+            final_var,
             plan.sequence_table,
             plan.tiles,
             *mean.stride(),
@@ -339,29 +364,30 @@ def forward(
             heads,
             channels,
         )
-        options = {"BLOCK": size, "num_warps": 4, **common}
-        Launch(_scan_tiles, (len(mean), heads, blocks), arguments, options).run()
-        entry_mean, entry_var = (x.transpose(-1, -2) for x in entries.unbind(1))
+        scan_size = size if segments is None else 4 * size  # fewer programs, since there may be many sequences
+        options = {"BLOCK": scan_size, "num_warps": 4, "FINAL": final, **common}
+        Launch(_scan_tiles, (len(mean), heads, -(-channels // scan_size)), arguments, options).run()
     arguments = (
-        q, k, v, precision, log_decay, process_noise, entry_mean, entry_var, read_mean, read_var, final_mean, final_var,
+        q, k, v, precision, log_decay, process_noise, mean, var, entries, read_mean, read_var, final_mean, final_var,
         stored, plan.tile_table, length, plan.size, plan.tiles, *q.stride()[1:3], *strides,
-        *entry_mean.stride(), *entry_var.stride(), heads, channels, heads // shared,
+        *mean.stride(), *var.stride(), heads, channels, heads // shared,
     )  # fmt: skip
     options = {
         "SINGLE": plan.single_tile,
         "VARIANCE": variance,
         "STORE": stored.numel() > 0,
+        "FINAL": final,
         "num_warps": 1,
         **cells,
         **common,
     }
     if cuda:
         arguments = (
-            q, k, v, precision, log_decay.float(), process_noise.float(), entry_mean, entry_var, read_mean, read_var,
+            q, k, v, precision, log_decay.float(), process_noise.float(), mean, var, entries, read_mean, read_var,
             final_mean, final_var, stored, plan.tile_table, length, plan.size, plan.tiles, q.stride(2),
-            k.stride(2), v.stride(2), precision.stride(2), *entry_mean.stride(), *entry_var.stride(), heads // shared,
+            k.stride(2), v.stride(2), precision.stride(2), *mean.stride(), *var.stride(), heads // shared,
         )  # fmt: skip
-        options = {name: options[name] for name in ("SINGLE", "VARIANCE", "STORE", "RAGGED")}
+        options = {name: options[name] for name in ("SINGLE", "VARIANCE", "STORE", "FINAL", "RAGGED")}
         options |= constants({"Q_TOKEN": q, "K_TOKEN": k, "V_TOKEN": v, "P_TOKEN": precision}, segments)
         blocks = -(-channels // block_channels(slots))
         Launch(cuda_kernel("forward"), (plan.num_tiles * blocks, heads), arguments, options).run()

@@ -105,7 +105,9 @@ def tile_gradients(
     split = tl.program_id(0) % splits
     head = tl.program_id(1)
     slot = tl.arange(0, P)
-    _sequence, token, count, _last, stored_index = locate_tile(tile_table, index, length, size, tiles, CHUNK, PACKED)
+    _sequence, token, count, _begins, _last, stored_index = locate_tile(
+        tile_table, index, length, size, tiles, CHUNK, PACKED
+    )
     plane = G * V * P
     index = index.to(tl.int64)
     q += token * q_token + head // GROUP * q_head

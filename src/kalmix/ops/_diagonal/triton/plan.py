@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
-from kalmix.ops._shared.triton.tiles import make_tile_tables
+from kalmix.ops._shared.triton.tiles import FIRST_TILE, LAST_TILE, make_tile_tables
 from kalmix.segments import Segments
 
 PREFETCH = 4  # tokens whose signals are loaded while the tokens before them are computed
@@ -22,9 +22,9 @@ class TilePlan(NamedTuple):
         size: tokens per tile, a multiple of `CHUNK`.
         tiles: tiles per batch row; with segments, tiles in total.
         num_tiles: tiles in total.
-        tile_table: int64 `[num_tiles, 5]` (sequence, first token in the flattened batch, number of tokens, whether the
-            tile is the last of its sequence, index of its first stored belief); a placeholder without segments, where
-            kernels compute these numbers.
+        tile_table: int64 `[num_tiles, 5]` (sequence, first token in the flattened batch, number of tokens,
+            `FIRST_TILE` if it is the first of its sequence plus `LAST_TILE` if it is the last, index of its first
+            stored belief); a placeholder without segments, where kernels compute these numbers.
         sequence_table: int64 `[N, 5]` (first tile, first token, number of tokens, last tile plus 1, index of the first
             stored belief), or a placeholder.
         single_tile: whether no sequence has more than one tile.
@@ -81,14 +81,16 @@ def channels_per_warp(slots: int, cells: int) -> int:
 
 @triton.jit
 def locate_tile(tile_table, index, length, size, tiles, CHUNK: tl.constexpr, PACKED: tl.constexpr):
-    """Return a row of `TilePlan.tile_table`: sequence, first token, tokens, last tile or not, first stored belief."""
+    """Return sequence, first token, tokens, whether the tile is the first and the last one, and first stored belief."""
     if PACKED:
         row = tile_table + index.to(tl.int64) * 5
         sequence, token, count = tl.load(row), tl.load(row + 1), tl.load(row + 2).to(tl.int32)
-        last, stored = tl.load(row + 3) != 0, tl.load(row + 4)
+        edges, stored = tl.load(row + 3), tl.load(row + 4)
+        begins, last = (edges & FIRST_TILE) != 0, (edges & LAST_TILE) != 0
     else:
         sequence = (index // tiles).to(tl.int64)
         first = index % tiles * size
-        token, count, last = sequence * length + first, tl.minimum(length - first, size), first + size >= length
+        token, count = sequence * length + first, tl.minimum(length - first, size)
+        begins, last = first == 0, first + size >= length
         stored = sequence * tl.cdiv(length, CHUNK) + first // CHUNK
-    return sequence, token, count, last, stored
+    return sequence, token, count, begins, last, stored

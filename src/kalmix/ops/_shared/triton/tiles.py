@@ -68,8 +68,8 @@ def make_tile_tables(
 
     Returns:
         The tables of `Tiling`. With `chunk`, the rows of the first are (sequence, first token in the flattened batch,
-        number of tokens, whether the tile is the last of its sequence, first chunk), 0 if unused, and those of the
-        second have two more columns: the last tile plus 1 and the first chunk.
+        number of tokens, bits of the first and the last tile, first chunk), 0 if unused, and those of the second have
+        two more columns: the last tile plus 1 and the first chunk.
     """
     rows, count = rows.contiguous(), rows.shape[0]
     num_tiles = batch * length // size + count if count else 0  # an upper bound known without reading lengths
@@ -130,14 +130,14 @@ def tile_table_kernel(
         inside = (index < tiles) & (first_tile + index < num_tiles)
         token, count = first_token + index.to(tl.int64) * size, tl.minimum(tokens - index * size, size).to(tl.int64)
         out = tile_table + (first_tile + index) * out_columns
+        edges = tl.where(index == 0, FIRST_TILE, 0) + tl.where(index + 1 == tiles, LAST_TILE, 0)
         if CHUNKS:
             tl.store(out, tl.zeros([BLOCK], tl.int64) + sequence, mask=inside)
             tl.store(out + 1, token, mask=inside)
             tl.store(out + 2, count, mask=inside)
-            tl.store(out + 3, (index + 1 == tiles).to(tl.int64), mask=inside)
+            tl.store(out + 3, edges.to(tl.int64), mask=inside)
             tl.store(out + 4, tl.load(own + 4) + index * (size // chunk), mask=inside)
         else:
-            edges = tl.where(index == 0, FIRST_TILE, 0) + tl.where(index + 1 == tiles, LAST_TILE, 0)
             tl.store(out, token, mask=inside)
             tl.store(out + 1, count, mask=inside)
             tl.store(out + 2, edges.to(tl.int64), mask=inside)
