@@ -113,7 +113,7 @@ def diagonal(
         read_var = torch.zeros_like(v, dtype=call.belief.mean.dtype) if variance else None
         return Filtered(torch.zeros_like(v), read_var, clone_belief(call.belief) if final_belief else None)
     if call.kernel.triton:
-        return call.kernel(signals, call.belief, segments, variance, final_belief)
+        return call.kernel(signals, call.belief, segments, variance, belief is None, final_belief)
     result = call.kernel(signals, call.belief, segments, variance)
     return result if final_belief else Filtered(result.mean, result.variance, None)
 

@@ -22,6 +22,7 @@ def diagonal(
     belief: DiagonalBelief,
     segments: Segments | None,
     variance: bool,
+    fresh: bool = False,
     final: bool = True,
     cuda: bool = False,
 ) -> Filtered:
@@ -32,12 +33,14 @@ def diagonal(
         belief: prior.
         segments: assignment of tokens to sequences, or `None`.
         variance: whether to return the variance of the read-out.
+        fresh: whether the prior is the default. Of packed sequences, its gradient is not computed then.
         final: whether to return the belief after the last tokens.
         cuda: filter and differentiate the tokens of tiles in CUDA C++ instead of Triton.
     """
     tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
-    mean, var, *belief_after, _ = _filter(*tensors, rows, variance, needs_grad(*tensors), cuda, final)
+    options = (variance, needs_grad(*tensors), cuda, fresh and rows is not None, final)
+    mean, var, *belief_after, _ = _filter(*tensors, rows, *options)
     return Filtered(mean, var if variance else None, DiagonalBelief(*belief_after) if final else None)
 
 
@@ -70,7 +73,7 @@ def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tup
     return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 
 
-def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, final):
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, fresh, final):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     beliefs = (mean.shape, var.shape) if final else ((0,), (0,))
     shapes = (v.shape if variance else (0,), *beliefs, _stored_shape(q, v, rows, store))
@@ -90,6 +93,7 @@ def _forward(
     variance: bool,
     store: bool,
     cuda: bool,
+    fresh: bool,
     final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
@@ -102,10 +106,10 @@ def _forward(
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, mean, var, rows, variance, store, cuda, _final = inputs
+    *signals, mean, var, rows, variance, store, cuda, fresh, _final = inputs
     read_mean, read_var, *_, stored = _forward(*inputs)
     grads = read_mean, read_var if variance else None, torch.empty_like(mean), torch.empty_like(var)
-    arguments: tuple[Any, ...] = (*signals, stored, rows, *grads, cuda)
+    arguments: tuple[Any, ...] = (*signals, stored, rows, *grads, cuda, fresh)
     if store:
         _launch_backward(*arguments)
 
@@ -124,9 +128,10 @@ def _backward(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     grads = (grad_mean, grad_var, *_final_gradients(grad_final_mean, grad_final_var, q, v, rows))
-    return _cached_backward(q, k, v, precision, log_decay, process_noise, stored, rows, *grads, cuda)
+    return _cached_backward(q, k, v, precision, log_decay, process_noise, stored, rows, *grads, cuda, fresh)
 
 
 def _final_gradients(grad_mean: Tensor, grad_var: Tensor, q: Tensor, v: Tensor, rows: Tensor | None) -> list[Tensor]:
@@ -137,7 +142,9 @@ def _final_gradients(grad_mean: Tensor, grad_var: Tensor, q: Tensor, v: Tensor, 
 
 def _backward_fake(*inputs):
     signals, q, v, rows = inputs[:6], inputs[0], inputs[2], inputs[7]
-    prior = v.shape[0] if rows is None else rows.shape[0], v.shape[2], q.shape[3], v.shape[3]
+    prior = (v.shape[0] if rows is None else rows.shape[0], v.shape[2], q.shape[3], v.shape[3])
+    if inputs[-1]:  # no gradient of the prior
+        prior = (0,)
     grads = (x.new_empty(x.shape) for x in signals)
     return *grads, *(v.new_empty(prior, dtype=torch.float32) for _ in range(2))
 
@@ -156,12 +163,13 @@ def _launch_backward(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward
 
     segments = None if rows is None else segments_without_checks(rows)
     grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
-    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda)
+    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda, fresh)
 
 
 _cached_backward = with_launch_cache(_launch_backward)
@@ -181,6 +189,7 @@ def _backward_to_prior(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
+    fresh: bool,
 ) -> tuple[Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward_to_prior
 
