@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from kalmix.ops import OPS
 from kalmix.segments import segments_without_checks
 from kalmix.testing.cases import Case
 from kalmix.testing.laws import CountingBackend
@@ -45,3 +46,29 @@ def test_two_graphs_serve_training_at_all_lengths(name: str, batch: int, packed:
             torch.stack([x.sum() for x in tree_leaves(results) if x is not None and x.requires_grad]).sum().backward()
         graphs.append(counting.graphs)
     assert graphs == [1] + [2] * (len(LENGTHS) - 1)
+
+
+@pytest.mark.parametrize("final_belief", [True, pytest.param(False, marks=SLOW)])
+@pytest.mark.parametrize("name", ["additive-keys", "delta-keys", "diagonal", "ridge"])
+def test_two_graphs_serve_all_packed_training_without_a_prior(name: str, final_belief: bool):
+    """The tensors that are stored then have other sizes than with a prior."""
+    case, counting, graphs = Case(name, "triton", DEVICE), CountingBackend("aot_eager"), []
+    rows = torch.tensor([(0, 0, 2), (0, 2, 3), (0, 3, 5)], dtype=torch.int32, device=DEVICE)
+    torch.compiler.reset()
+
+    @torch.compile(fullgraph=True, backend=counting)
+    def compiled(inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
+        options = {"segments": segments_without_checks(rows), "final_belief": final_belief, "kernel": "triton"}
+        result = OPS[case.op].function(**inputs, **options)
+        return result.mean if result.belief is None else result.mean.sum() + result.belief[0].sum()
+
+    for length, count in ((200, 3), (5, 2), (48, 3), (65, 2), (4096, 3)):
+        inputs = case.op_inputs(case.with_changes(length=length).inputs())
+        leaves = differentiable(inputs)
+        inputs = {x: leaves.get(x, y).detach() for x, y in inputs.items() if not x.startswith("prior.")}
+        inputs = {x: y.requires_grad_() if y.is_floating_point() else y for x, y in inputs.items()}
+        own_rows = rows[:count].clone()
+        with FakeTensorMode() as mode:
+            compiled(*tree_map_only(Tensor, mode.from_tensor, (inputs, own_rows))).sum().backward()
+        graphs.append(counting.graphs)
+    assert graphs == [1] + [2] * 4

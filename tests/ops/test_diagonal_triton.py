@@ -173,7 +173,11 @@ def test_op_passes_opcheck_on_this_device():
     leaves = [x.requires_grad_() for x in inputs.values()]
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
-    for last in ((None, True, True, False), (runs, False, False, False)):  # rows, variance, store, cuda
+    for last in (
+        (None, True, True, False, False, True),  # rows, variance, store, cuda, fresh, final
+        (runs, False, False, False, False, True),
+        (runs, False, True, False, True, False),
+    ):
         torch.library.opcheck(torch.ops.kalmix.diagonal_triton.default, (*leaves, *last), test_utils=checks)
 
 
