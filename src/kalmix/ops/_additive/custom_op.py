@@ -20,4 +20,4 @@ def additive(
 
     See `filter_memory` for the arguments.
     """
-    return filter_memory(signals, belief, segments, False, fresh, final)
+    return filter_memory(signals, belief, segments, corrects=False, fresh=fresh, final=final)

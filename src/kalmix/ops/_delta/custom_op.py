@@ -20,4 +20,4 @@ def delta(
 
     See `filter_memory` for the arguments.
     """
-    return filter_memory(signals, belief, segments, True, fresh, final)
+    return filter_memory(signals, belief, segments, corrects=True, fresh=fresh, final=final)

@@ -24,8 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) forward(
     const Storage<Q_TYPE>::Type* q, const Storage<Q_TYPE>::Type* k, const Storage<V_TYPE>::Type* v,
     const Storage<W_TYPE>::Type* precision, const float* log_decay, const float* noise, const float* prior_mean,
     const float* prior_var, const float* entries, Storage<V_TYPE>::Type* read_mean, float* read_var,
-    float* final_mean, float* final_var, float* stored, const int64* tile_table, int64 length, int64 size, int64 tiles, int64 q_head,
-    int64 k_head, int64 v_head, int64 p_head, int64 mean_n, int64 mean_g,
+    float* final_mean, float* final_var, float* stored, const int64* tile_table, int64 length, int64 size, int64 tiles,
+    int64 q_head, int64 k_head, int64 v_head, int64 p_head, int64 mean_n, int64 mean_g,
     int64 mean_k, int64 mean_v, int64 var_n, int64 var_g, int64 var_k, int64 var_v, int64 group) {
     extern __shared__ float4 memory[];
     SharedMemory& shared = *reinterpret_cast<SharedMemory*>(memory);

@@ -4,8 +4,8 @@ Cells (slot, channel) are independent, so a program takes a few channels with al
 with the beliefs in registers. Tiles of tokens add parallelism over time, in three launches:
 
 1. `map_tiles`: the map of beliefs by each tile, five numbers per cell;
-2. `_scan_tiles`: the belief at the start of every other tile of a sequence than the first, by applying these maps to
-   the prior one after another;
+2. `_scan_tiles`: the belief at the start of all tiles but the first of a sequence, by applying these maps to the prior
+   one after another;
 3. `_read_out`: the recursion inside every tile from that belief; writes the outputs and, for the backward pass, a
    belief every `CHUNK` tokens.
 
@@ -164,7 +164,7 @@ def _scan_tiles(
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Store the belief at the start of the tiles of one sequence and head, but the first tile, for some channels.
+    """Store the belief at the start of all tiles but the first, for one sequence and head and some channels.
 
     If FINAL, the final belief of an empty sequence is its prior.
     """
@@ -238,7 +238,7 @@ def _read_out(
     )
     plane = G * V * P
     from_prior = real
-    if not SINGLE:  # another tile than the first starts from a result of `_scan_tiles`
+    if not SINGLE:  # tiles other than the first start from a result of `_scan_tiles`
         from_prior = real & begins
     mean = load_belief(prior_mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, from_prior)
     var = load_belief(prior_var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, from_prior)
