@@ -192,8 +192,16 @@ if DEVICE == "cuda":  # every launch configuration
     ]
 
 
-@pytest.mark.parametrize(("prior", "final"), BELIEFS)
-@pytest.mark.parametrize(("op", "gain", "decay", "heads", "keys", "width", "dtype", "name"), CASES)
+# Without a GPU, a third of the combinations, and all of two cases.
+TRIED = [
+    (*case, *belief)
+    for i, case in enumerate(CASES)
+    for j, belief in enumerate(BELIEFS)
+    if DEVICE == "cuda" or i in (1, 4) or (i + j) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(("op", "gain", "decay", "heads", "keys", "width", "dtype", "name", "prior", "final"), TRIED)
 def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, name, prior, final):
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     gram = "identity" if op == "ridge" else None
@@ -208,3 +216,17 @@ def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypat
     monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     check("diagonal", diagonal_arguments(tokens, segments.count, 5, 6, dtype), segments, prior, final)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.parametrize("op", ["additive", "delta", "diagonal", "ridge"])
+def test_kernels_in_pytorch_return_no_final_belief_either(op, kernel):
+    inputs = diagonal_arguments(20, 1, 3, 4, FLOAT) if op == "diagonal" else {}
+    inputs = inputs or arguments("head", "head", 20, 1, (1, 2), 3, 4, FLOAT, gram="identity")
+    signals = {name: x for name, x in inputs.items() if name not in PRIOR}
+    with_belief = OPS[op].function(**signals, kernel=kernel)
+    without = OPS[op].function(**signals, kernel=kernel, final_belief=False)
+    assert without.belief is None and with_belief.belief is not None
+    assert torch.equal(without.mean, with_belief.mean)
+    nothing = {name: x[:, :0] if x.shape[1] == 20 else x for name, x in signals.items()}
+    assert OPS[op].function(**nothing, kernel=kernel, final_belief=False).belief is None
