@@ -58,8 +58,8 @@ class Filtered(NamedTuple):
             `additive` and `delta` do not have the argument.
         belief: belief after the last token of each sequence. Its dtype is float32, or float64 if the inputs are
             float64; from `kalmix.oracle` it is always float64. Times of a history are float64, its positions int64.
-            `None` from `attend` with `causal=False`, and from `additive`, `delta`, `diagonal` and `ridge` with
-            `final_belief=False`. Pass it to the next call of the same function to continue the sequences.
+            `None` from `attend` with `causal=False`. Pass it to the next call of the same function to continue the
+            sequences.
 
     Example:
         >>> from kalmix import ops

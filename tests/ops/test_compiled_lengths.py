@@ -48,9 +48,8 @@ def test_two_graphs_serve_training_at_all_lengths(name: str, batch: int, packed:
     assert graphs == [1] + [2] * (len(LENGTHS) - 1)
 
 
-@pytest.mark.parametrize("final_belief", [True, pytest.param(False, marks=SLOW)])
 @pytest.mark.parametrize("name", ["additive-keys", "delta-keys", "diagonal", "ridge"])
-def test_two_graphs_serve_all_packed_training_without_a_prior(name: str, final_belief: bool):
+def test_two_graphs_serve_all_packed_training_without_a_prior(name: str):
     """The tensors that are stored then have other sizes than with a prior."""
     case, counting, graphs = Case(name, "triton", DEVICE), CountingBackend("aot_eager"), []
     rows = torch.tensor([(0, 0, 2), (0, 2, 3), (0, 3, 5)], dtype=torch.int32, device=DEVICE)
@@ -58,9 +57,8 @@ def test_two_graphs_serve_all_packed_training_without_a_prior(name: str, final_b
 
     @torch.compile(fullgraph=True, backend=counting)
     def compiled(inputs: dict[str, Tensor], rows: Tensor) -> Tensor:
-        options = {"segments": segments_without_checks(rows), "final_belief": final_belief, "kernel": "triton"}
-        result = OPS[case.op].function(**inputs, **options)
-        return result.mean if result.belief is None else result.mean.sum() + result.belief[0].sum()
+        result = OPS[case.op].function(**inputs, segments=segments_without_checks(rows), kernel="triton")
+        return result.mean.sum() + result.belief[0].sum()
 
     for length, count in ((200, 3), (5, 2), (48, 3), (65, 2), (4096, 3)):
         inputs = case.op_inputs(case.with_changes(length=length).inputs())

@@ -174,9 +174,9 @@ def test_op_passes_opcheck_on_this_device():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
     for last in (
-        (None, True, True, False, False, True),  # rows, variance, store, cuda, fresh, final
-        (runs, False, False, False, False, True),
-        (runs, False, True, False, True, False),
+        (None, True, True, False, False),  # rows, variance, store, cuda, fresh
+        (runs, False, False, False, False),
+        (runs, False, True, False, True),
     ):
         torch.library.opcheck(torch.ops.kalmix.diagonal_triton.default, (*leaves, *last), test_utils=checks)
 

@@ -1,4 +1,4 @@
-"""Packed sequences of few tokens in Triton kernels: sizes of tiles, and results with and without beliefs.
+"""Packed sequences of few tokens in Triton kernels: sizes of tiles, and results with and without a prior.
 
 Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
@@ -120,12 +120,12 @@ def answer(op, kernel, inputs, segments, prior, final):
         belief = DiagonalBelief(leaves["prior"], leaves["variance"])
     elif prior:
         belief = PointBelief(leaves["prior"])
-    options = {"belief": belief, "segments": segments, "final_belief": final is not None, "kernel": kernel}
+    options = {"belief": belief, "segments": segments, "kernel": kernel}
     if op == "ridge":  # iterations until convergence
         options |= {"ridge": 0.5, "solver": Chebyshev(14)}
     with nan_filled_memory():
         mean, _, last = OPS[op].function(**signals, **options)
-        outputs = [mean, *(last or ())]
+        outputs = [mean, *last]
         draw = torch.Generator().manual_seed(1)
         weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
         used = len(outputs) if final else 1
@@ -141,7 +141,7 @@ def check(op, inputs, segments, prior, final):
         inputs: result of `arguments`.
         segments: packed sequences.
         prior: whether to pass the prior.
-        final: whether the final belief has a gradient; `None` if it is not returned.
+        final: whether the final belief has a gradient.
     """
     leaves = [x for x in inputs if prior or x not in PRIOR]
     got = answer(op, "triton", inputs, segments, prior, final)
@@ -161,7 +161,7 @@ def check(op, inputs, segments, prior, final):
         assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
 
 
-BELIEFS = [(False, None), (False, False), (False, True), (True, None), (True, False), (True, True)]
+BELIEFS = [(False, False), (False, True), (True, False), (True, True)]
 CASES = [  # op, gain, decay, (key heads, value heads), key width, value width, dtype, sequences
     ("additive", None, None, (1, 1), 5, 3, FLOAT, "ones"),
     ("additive", "head", "head", (1, 2), 5, 3, HALF, "mixed"),
@@ -216,17 +216,3 @@ def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypat
     monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     check("diagonal", diagonal_arguments(tokens, segments.count, 5, 6, dtype), segments, prior, final)
-
-
-@pytest.mark.parametrize("kernel", ["reference", "chunked"])
-@pytest.mark.parametrize("op", ["additive", "delta", "diagonal", "ridge"])
-def test_kernels_in_pytorch_return_no_final_belief_either(op, kernel):
-    inputs = diagonal_arguments(20, 1, 3, 4, FLOAT) if op == "diagonal" else {}
-    inputs = inputs or arguments("head", "head", 20, 1, (1, 2), 3, 4, FLOAT, gram="identity")
-    signals = {name: x for name, x in inputs.items() if name not in PRIOR}
-    with_belief = OPS[op].function(**signals, kernel=kernel)
-    without = OPS[op].function(**signals, kernel=kernel, final_belief=False)
-    assert without.belief is None and with_belief.belief is not None
-    assert torch.equal(without.mean, with_belief.mean)
-    nothing = {name: x[:, :0] if x.shape[1] == 20 else x for name, x in signals.items()}
-    assert OPS[op].function(**nothing, kernel=kernel, final_belief=False).belief is None

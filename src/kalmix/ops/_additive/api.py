@@ -27,7 +27,6 @@ def additive(
     gain: Tensor | None = None,
     belief: PointBelief | None = None,
     segments: Segments | None = None,
-    final_belief: bool = True,
     kernel: str | None = None,
 ) -> Filtered:
     r"""Compute linear attention with decays and gains (linear attention, RetNet, GLA, Mamba-2).
@@ -55,14 +54,11 @@ def additive(
             segments. Default: mean 0.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
-        final_belief: whether to return the belief after the last tokens. Without it, packed sequences of few tokens
-            take less time and memory in "triton".
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
         `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `None`, and the `PointBelief` after the last
-        token, in float32 (float64 if the inputs are); `None` without `final_belief`. Tokens outside every segment have
-        mean 0.
+        token, in float32 (float64 if the inputs are). Tokens outside every segment have mean 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
@@ -99,11 +95,10 @@ def additive(
     signals = AdditiveSignals(q, k, v, log_decay, gain)
     call = checked_call(_check, signals, belief, segments, kernel)
     if call.is_empty:
-        return Filtered(torch.zeros_like(v), None, clone_belief(call.belief) if final_belief else None)
+        return Filtered(torch.zeros_like(v), None, clone_belief(call.belief))
     if call.kernel.triton:
-        return call.kernel(signals, call.belief, segments, belief is None, final_belief)
-    result = call.kernel(signals, call.belief, segments)
-    return result if final_belief else Filtered(result.mean, None, None)
+        return call.kernel(signals, call.belief, segments, belief is None)
+    return call.kernel(signals, call.belief, segments)
 
 
 def _check(

@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     additive(signals, belief, segments) -> Filtered
 
-That of `custom_op` also takes whether the belief is the default, and whether to return the final belief.
+That of `custom_op` also takes whether the belief is the default.
 The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 

@@ -29,7 +29,6 @@ def diagonal(
     belief: DiagonalBelief | None = None,
     variance: bool = False,
     segments: Segments | None = None,
-    final_belief: bool = True,
     kernel: str | None = None,
 ) -> Filtered:
     r"""Filter a memory of independent scalar Kalman filters, one per entry of the memory (Kalman Linear Attention).
@@ -63,14 +62,12 @@ def diagonal(
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
-        final_belief: whether to return the belief after the last tokens. Without it, packed sequences of few tokens
-            take less time and memory in "cuda" and "triton".
         kernel: "cuda", "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
         `Filtered` with mean `[B, T, G, V]` in the dtype of `v`, variance `[B, T, G, V]` in the dtype of the belief
         (`None` unless `variance=True`), and the `DiagonalBelief` after the last token, in float32 (float64 if the
-        inputs are), `None` without `final_belief`. Tokens outside every segment have mean and variance 0.
+        inputs are). Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
@@ -111,11 +108,10 @@ def diagonal(
     call = checked_call(_check, signals, belief, segments, variance, kernel)
     if call.is_empty:
         read_var = torch.zeros_like(v, dtype=call.belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), read_var, clone_belief(call.belief) if final_belief else None)
+        return Filtered(torch.zeros_like(v), read_var, clone_belief(call.belief))
     if call.kernel.triton:
-        return call.kernel(signals, call.belief, segments, variance, belief is None, final_belief)
-    result = call.kernel(signals, call.belief, segments, variance)
-    return result if final_belief else Filtered(result.mean, result.variance, None)
+        return call.kernel(signals, call.belief, segments, variance, belief is None)
+    return call.kernel(signals, call.belief, segments, variance)
 
 
 def _check(

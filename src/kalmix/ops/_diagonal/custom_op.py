@@ -10,7 +10,6 @@ from torch import Tensor
 from kalmix.beliefs import DiagonalBelief
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.signals import DiagonalSignals
-from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments, segments_without_checks
@@ -23,7 +22,6 @@ def diagonal(
     segments: Segments | None,
     variance: bool,
     fresh: bool = False,
-    final: bool = True,
     cuda: bool = False,
 ) -> Filtered:
     """Compute `kalmix.ops.diagonal` on a GPU. The backward pass stores a belief every 32 tokens and no other state.
@@ -34,14 +32,13 @@ def diagonal(
         segments: assignment of tokens to sequences, or `None`.
         variance: whether to return the variance of the read-out.
         fresh: whether the prior is the default. Of packed sequences, its gradient is not computed then.
-        final: whether to return the belief after the last tokens.
         cuda: filter and differentiate the tokens of tiles in CUDA C++ instead of Triton.
     """
     tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
-    options = (variance, needs_grad(*tensors), cuda, fresh and rows is not None, final)
-    mean, var, *belief_after, _ = _filter(*tensors, rows, *options)
-    return Filtered(mean, var if variance else None, DiagonalBelief(*belief_after) if final else None)
+    options = (variance, needs_grad(*tensors), cuda, fresh and rows is not None)
+    mean, var, final_mean, final_var, _ = _filter(*tensors, rows, *options)
+    return Filtered(mean, var if variance else None, DiagonalBelief(final_mean, final_var))
 
 
 def map_sequences(
@@ -73,10 +70,9 @@ def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tup
     return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 
 
-def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, fresh, final):
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, fresh):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    beliefs = (mean.shape, var.shape) if final else ((0,), (0,))
-    shapes = (v.shape if variance else (0,), *beliefs, _stored_shape(q, v, rows, store))
+    shapes = (v.shape if variance else (0,), mean.shape, var.shape, _stored_shape(q, v, rows, store))
     return read_mean, *(torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
 
 
@@ -94,62 +90,25 @@ def _forward(
     store: bool,
     cuda: bool,
     fresh: bool,
-    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
 
     segments = None if rows is None else segments_without_checks(rows)
     stored = torch.empty(_stored_shape(q, v, rows, store), dtype=torch.float32, device=v.device)
-    signals = q, k, v, precision, log_decay, process_noise
-    return *forward(*signals, mean, var, segments, variance, stored, cuda, final), stored
+    return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, stored, cuda), stored
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, mean, var, rows, variance, store, cuda, fresh, _final = inputs
-    read_mean, read_var, *_, stored = _forward(*inputs)
-    grads = read_mean, read_var if variance else None, torch.empty_like(mean), torch.empty_like(var)
+    *signals, _, _, rows, variance, store, cuda, fresh = inputs
+    read_mean, read_var, *final, stored = _forward(*inputs)
+    grads = read_mean, read_var if variance else None, *final
     arguments: tuple[Any, ...] = (*signals, stored, rows, *grads, cuda, fresh)
     if store:
-        _launch_backward(*arguments)
+        _backward(*arguments)
 
 
 def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    precision: Tensor,
-    log_decay: Tensor,
-    process_noise: Tensor,
-    stored: Tensor,
-    rows: Tensor | None,
-    grad_mean: Tensor,
-    grad_var: Tensor | None,
-    grad_final_mean: Tensor,
-    grad_final_var: Tensor,
-    cuda: bool,
-    fresh: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    grads = (grad_mean, grad_var, *_final_gradients(grad_final_mean, grad_final_var, q, v, rows))
-    return _cached_backward(q, k, v, precision, log_decay, process_noise, stored, rows, *grads, cuda, fresh)
-
-
-def _final_gradients(grad_mean: Tensor, grad_var: Tensor, q: Tensor, v: Tensor, rows: Tensor | None) -> list[Tensor]:
-    """Return the gradients of the final belief: zeros if it was not computed."""
-    shape = (v.shape[0] if rows is None else rows.shape[0], v.shape[2], q.shape[3], v.shape[3])
-    return [x if x.numel() else filled(0.0, shape, torch.float32, v.device) for x in (grad_mean, grad_var)]
-
-
-def _backward_fake(*inputs):
-    signals, q, v, rows = inputs[:6], inputs[0], inputs[2], inputs[7]
-    prior = (v.shape[0] if rows is None else rows.shape[0], v.shape[2], q.shape[3], v.shape[3])
-    if inputs[-1]:  # no gradient of the prior
-        prior = (0,)
-    grads = (x.new_empty(x.shape) for x in signals)
-    return *grads, *(v.new_empty(prior, dtype=torch.float32) for _ in range(2))
-
-
-def _launch_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -172,7 +131,10 @@ def _launch_backward(
     return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda, fresh)
 
 
-_cached_backward = with_launch_cache(_launch_backward)
+def _backward_fake(*inputs):
+    *signals, _stored, _rows, _grad_mean, _grad_var, grad_final_mean, grad_final_var, _cuda, fresh = inputs
+    priors = (x.new_empty((0,) if fresh else x.shape) for x in (grad_final_mean, grad_final_var))
+    return *(x.new_empty(x.shape) for x in signals), *priors
 
 
 def _backward_to_prior(
@@ -194,7 +156,7 @@ def _backward_to_prior(
     from kalmix.ops._diagonal.triton.backward import backward_to_prior
 
     segments = None if rows is None else segments_without_checks(rows)
-    grads = (grad_mean, grad_var, *_final_gradients(grad_final_mean, grad_final_var, q, v, rows))
+    grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
     return backward_to_prior(q, k, v, precision, log_decay, process_noise, stored, segments, *grads)
 
 
@@ -202,7 +164,7 @@ _filter = register_filter_op(
     "kalmix::diagonal_triton",
     with_launch_cache(_forward, _dry_run),
     _forward_fake,
-    _backward,
+    with_launch_cache(_backward),
     outputs=4,
     kernel="kernels 'cuda' and 'triton' of `diagonal`",
     prior=with_launch_cache(_backward_to_prior),

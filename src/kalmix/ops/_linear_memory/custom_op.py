@@ -36,14 +36,13 @@ def filter_memory(
     segments: Segments | None,
     corrects: bool,
     fresh: bool = False,
-    final: bool = True,
 ) -> Filtered:
     """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
     The backward pass stores a memory every `tile_size` tokens of a sequence (if `fresh` and packed, none before the
-    first token) and, if `corrects`, the prediction errors and an inverse
-    `[tile_size, tile_size]` for each tile. With decays per key it also stores the scores, a number per token and
-    position in the tile, and the decays `[K]` of every 16 tokens; of sequences up to 64 tokens, zeros.
+    first token) and, if `corrects`, the prediction errors and an inverse `[tile_size, tile_size]` for each tile. With
+    decays per key it also stores the scores, a number per token and position in the tile, and the decays `[K]` of every
+    16 tokens; of sequences up to 64 tokens, zeros.
 
     Args:
         signals: signals of the tokens.
@@ -51,13 +50,12 @@ def filter_memory(
         segments: assignment of tokens to sequences, or `None`.
         corrects: whether to compute `delta`.
         fresh: whether the prior is 0. Packed sequences then neither read it nor write its gradient.
-        final: whether to return the belief after the last tokens.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
     fresh = fresh and segments is not None
-    mean, final_mean, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors), fresh, final)
-    return Filtered(mean, None, PointBelief(final_mean) if final else None)
+    mean, final_mean, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors), fresh)
+    return Filtered(mean, None, PointBelief(final_mean))
 
 
 def final_memory(
@@ -112,12 +110,12 @@ def _decay_shapes(
     return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],)
 
 
-def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, fresh, final):
+def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, fresh):
     stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store, fresh))
     scores, decays = _decay_shapes(k, v, log_decay, rows, store)
     decays = v.new_empty(decays, dtype=torch.float32)
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return mean, prior.new_empty(prior.shape if final else (0,)), *stored, v.new_empty(scores), decays
+    return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays
 
 
 def _tiling(v: Tensor, rows: Tensor | None, placeholder: Tensor) -> Tiling:
@@ -142,21 +140,20 @@ def _forward(
     corrects: bool,
     store: bool,
     fresh: bool,
-    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
 
     tiling = _tiling(v, rows, q)
     per_key = store and log_decay is not None and log_decay.ndim == 4
     results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key, fresh)
-    final_memory = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, fresh, final)
+    final_memory = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, fresh)
     states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
     return results.mean, final_memory, states, errors, inverses, results.scores, results.subtile_decays
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, prior, rows, corrects, store, fresh, _final = inputs
+    *signals, prior, rows, corrects, store, fresh = inputs
     mean, _, *stored = _forward(*inputs)
     grad_final = prior.new_zeros(()).expand(prior.shape) if rows is None else None
     arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, grad_final, corrects, fresh)

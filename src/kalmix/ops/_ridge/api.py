@@ -33,7 +33,6 @@ def ridge(
     belief: RidgeBelief | None = None,
     variance: bool = False,
     segments: Segments | None = None,
-    final_belief: bool = True,
     kernel: str | None = None,
 ) -> Filtered:
     r"""Solve a ridge regression over all past tokens at every token (Gated KalmaNet, MesaNet).
@@ -74,15 +73,12 @@ def ridge(
         variance: also return the variance of the read-out.
         segments: `Segments` that assign tokens to sequences, for packing and padding. Default: each batch row is one
             sequence.
-        final_belief: whether to return the belief after the last tokens. Without it, packed sequences of few tokens
-            take less time and memory in "triton".
         kernel: "triton", "chunked" or "reference". Default: the fastest that supports the call.
 
     Returns:
         `Filtered` with mean `[B, T, G, V]` in the dtype of `v`; variance `[B, T, G, 1]` in the dtype of the belief (one
         value for all columns), `None` unless `variance=True`; and the `RidgeBelief` after the last token, in float32
-        (float64 if the inputs are), `None` without `final_belief`. Tokens outside every segment have mean and
-        variance 0.
+        (float64 if the inputs are). Tokens outside every segment have mean and variance 0.
 
     Raises:
         ArgumentError: an argument has a shape, dtype, device or value other than described; the message names it.
@@ -133,12 +129,11 @@ def ridge(
     call = checked_call(_check, signals, belief, segments, variance, solver, kernel)
     if call.is_empty:
         zero_variance = torch.zeros_like(v[..., :1], dtype=call.belief.gram.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief) if final_belief else None)
+        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief))
     options = (variance, ridge, solver)
     if call.kernel.triton:
-        return call.kernel(signals, call.belief, segments, *options, belief is None, final_belief)
-    result = call.kernel(signals, call.belief, segments, *options)
-    return result if final_belief else Filtered(result.mean, result.variance, None)
+        return call.kernel(signals, call.belief, segments, *options, belief is None)
+    return call.kernel(signals, call.belief, segments, *options)
 
 
 def _check(

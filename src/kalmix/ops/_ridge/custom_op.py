@@ -26,12 +26,11 @@ def ridge(
     ridge: Ridge,
     solver: Solver,
     fresh: bool = False,
-    final: bool = True,
 ) -> Filtered:
     """Compute `kalmix.ops.ridge` with Triton. Training stores the solutions, and H and U at the entry of every tile.
 
     If `fresh`, the prior is 0. Packed sequences then neither read it nor write its gradient, and store nothing at the
-    entry of their first tile. `final` tells whether to return the belief after the last tokens.
+    entry of their first tile.
     """
     assert isinstance(solver, Chebyshev | ConjugateGradient)
     q, k, v, log_decay, gain, mix = signals
@@ -50,10 +49,9 @@ def ridge(
         solver.iterations,
         needs_grad(*inputs),
         fresh and rows is not None,
-        final,
     )
     mean, variances, cross, gram, *_ = _filter(*inputs, *options)
-    return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram) if final else None)
+    return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram))
 
 
 def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, fresh: bool) -> tuple[tuple[int, ...], ...]:
@@ -81,32 +79,28 @@ def _forward(
     iterations: int,
     needs_gradient: bool,
     fresh: bool,
-    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.forward import forward
 
     inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations)
-    return forward(*inputs, tile_size(k, rows), fresh, final)
+    return forward(*inputs, tile_size(k, rows), fresh)
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    from kalmix.ops._ridge.triton.backward import backward
-    from kalmix.ops._ridge.triton.forward import forward
-
-    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, fresh, final = inputs
-    options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(signals[1], rows), fresh)
-    outputs = forward(*signals, cross, gram, rows, *options, final)
+    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, fresh = inputs
+    mean, _variance, _cross, _gram, *saved = _forward(*inputs)
     if needs_gradient:
-        zero = cross.new_zeros(())
+        zero, options = cross.new_zeros(()), (adaptive, ridge_parameter, conjugate, iterations)
         final_grads = (None, None) if rows is not None else (zero.expand(cross.shape), zero.expand(gram.shape))
-        backward(*signals, *outputs[4:], rows, outputs[0], None, *final_grads, *options)
+        grads = (mean, None, *final_grads)
+        _launch_backward(*signals, *saved, rows, *grads, *options, tile_size(signals[1], rows), fresh)
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
-    float32_kwargs, (fresh, returns_final) = {"dtype": torch.float32, "device": k.device}, options[-2:]
+    float32_kwargs, fresh = {"dtype": torch.float32, "device": k.device}, options[-1]
     solution, norms, grams, crosses = _saved_shapes(k, v, rows, fresh)
-    final = (torch.empty(x.shape if returns_final else (0,), **float32_kwargs) for x in (cross, gram))
+    final = (torch.empty(x.shape, **float32_kwargs) for x in (cross, gram))
     saved = k.new_empty(solution), torch.empty(norms, **float32_kwargs), k.new_empty(grams), k.new_empty(crosses)
     return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **float32_kwargs), *final, *saved
 

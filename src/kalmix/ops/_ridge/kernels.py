@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     ridge(signals, belief, segments, variance, ridge, solver) -> Filtered
 
-That of `custom_op` also takes whether the belief is the default, and whether to return the final belief.
+That of `custom_op` also takes whether the belief is the default.
 The op checks arguments before the call. `belief` is never `None`; its tensors may be expanded (stride 0).
 """
 

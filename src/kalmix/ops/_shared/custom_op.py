@@ -74,8 +74,8 @@ def register_filter_op(
         kernel: name of the kernel in error messages.
         prior: function of the arguments of `backward` that returns the gradients of the incoming belief alone, as a
             tuple. It is called inside `gradients_of_prior_only`, in eager code.
-        backward_fake: function of the arguments of `backward` that returns empty tensors like its results. Required if
-            the gradients of the final belief may be `None`; otherwise those of the incoming belief have their shapes.
+        backward_fake: function of the arguments of `backward` that returns empty tensors like its results. Default:
+            tensors like the signals and the gradients of the final belief, which must not be `None` then.
     """
     op = custom_op(name, forward, fake)
     names, backward_names = [x.name for x in op._schema.arguments], unwrap(backward).__annotations__

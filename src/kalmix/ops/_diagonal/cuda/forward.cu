@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 16 / WARPS) forward(
             write(t, count - t, read, read_variance);
         }
     }
-    if (FINAL && tile.last) {
+    if (tile.last) {
 #pragma unroll
         for (int r = 0; r < CELLS; ++r) {
             const int64 at = ((tile.sequence * G + head) * K + slot + r) * V + channel;

@@ -162,11 +162,11 @@ def map_tiles(
 def _scan_tiles(
     maps, entries, mean, var, final_mean, final_var, sequence_table, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, FINAL: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Store the belief at the start of all tiles but the first, for one sequence and head and some channels.
 
-    If FINAL, the final belief of an empty sequence is its prior.
+    The final belief of an empty sequence is its prior.
     """
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -182,7 +182,7 @@ def _scan_tiles(
         first, end = sequence * tiles, sequence * tiles + tiles
     m = load_belief(mean, sequence, head, channel, slot, mean_n, mean_g, mean_k, mean_v, needed)
     x = load_belief(var, sequence, head, channel, slot, var_n, var_g, var_k, var_v, needed)
-    if PACKED and FINAL:
+    if PACKED:
         to = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
         tl.store(final_mean + to, m, mask=real & (end == first))
         tl.store(final_var + to, x, mask=real & (end == first))
@@ -224,7 +224,7 @@ def _read_out(
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
     EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, SINGLE: tl.constexpr, VARIANCE: tl.constexpr,
-    STORE: tl.constexpr, FINAL: tl.constexpr, PTX: tl.constexpr,
+    STORE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
     index = tl.program_id(0) // blocks
@@ -287,10 +287,9 @@ def _read_out(
                     t, mean, var, queries[0], keys[0], values[0], weights[0], read_mean, read_var,
                     channel, V, G, decay, noise, VARIANCE, PTX,
                 )  # fmt: skip
-    if FINAL:
-        at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
-        tl.store(final_mean + at, mean, mask=real & last)
-        tl.store(final_var + at, var, mask=real & last)
+    at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
+    tl.store(final_mean + at, mean, mask=real & last)
+    tl.store(final_var + at, var, mask=real & last)
 
 
 def forward(
@@ -306,12 +305,11 @@ def forward(
     variance: bool,
     stored: Tensor,
     cuda: bool,
-    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the mean and variance of the read-out (empty without `variance`) and those of the final belief.
 
-    The latter are empty unless `final`. Writes the belief before every `CHUNK`-th token of a sequence to `stored`,
-    unless `stored` is empty. `cuda` uses `cuda/forward.cu` in place of `_read_out`.
+    Writes the belief before every `CHUNK`-th token of a sequence to `stored`, unless `stored` is empty. `cuda` uses
+    `cuda/forward.cu` in place of `_read_out`.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     q, k, v, precision = (
@@ -330,8 +328,8 @@ def forward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have mean and variance 0
     read_mean = tokens(v.shape, dtype=v.dtype, device=v.device)
     read_var = tokens(v.shape if variance else 0, **like)
-    final_mean, final_var = (torch.empty(x.shape if final else (0,), **like) for x in (mean, var))
-    if final and segments is not None and plan.single_tile:  # the final belief of an empty segment is its prior
+    final_mean, final_var = (torch.empty(x.shape, **like) for x in (mean, var))
+    if segments is not None and plan.single_tile:  # the final belief of an empty segment is its prior
         final_mean.copy_(mean)
         final_var.copy_(var)
 
@@ -365,7 +363,7 @@ def forward(
             channels,
         )
         scan_size = size if segments is None else 4 * size  # fewer programs, since there may be many sequences
-        options = {"BLOCK": scan_size, "num_warps": 4, "FINAL": final, **common}
+        options = {"BLOCK": scan_size, "num_warps": 4, **common}
         Launch(_scan_tiles, (len(mean), heads, -(-channels // scan_size)), arguments, options).run()
     arguments = (
         q, k, v, precision, log_decay, process_noise, mean, var, entries, read_mean, read_var, final_mean, final_var,
@@ -376,7 +374,6 @@ def forward(
         "SINGLE": plan.single_tile,
         "VARIANCE": variance,
         "STORE": stored.numel() > 0,
-        "FINAL": final,
         "num_warps": 1,
         **cells,
         **common,
@@ -387,7 +384,7 @@ def forward(
             final_mean, final_var, stored, plan.tile_table, length, plan.size, plan.tiles, q.stride(2),
             k.stride(2), v.stride(2), precision.stride(2), *mean.stride(), *var.stride(), heads // shared,
         )  # fmt: skip
-        options = {name: options[name] for name in ("SINGLE", "VARIANCE", "STORE", "FINAL", "RAGGED")}
+        options = {name: options[name] for name in ("SINGLE", "VARIANCE", "STORE", "RAGGED")}
         options |= constants({"Q_TOKEN": q, "K_TOKEN": k, "V_TOKEN": v, "P_TOKEN": precision}, segments)
         blocks = -(-channels // block_channels(slots))
         Launch(cuda_kernel("forward"), (plan.num_tiles * blocks, heads), arguments, options).run()

@@ -258,7 +258,6 @@ def forward(
     corrects: bool,
     results: ForwardResults | None,
     fresh: bool = False,
-    final: bool = True,
 ) -> Tensor:
     """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`.
 
@@ -269,7 +268,6 @@ def forward(
         corrects: whether to compute `delta`.
         results: results of `allocate_results`. If `None`, only the final memories are computed, and `q` is not used.
         fresh: whether the prior is 0; it is not read then. The tiles must be those of packed sequences.
-        final: whether to compute the final memories; otherwise they are empty.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     store = results is not None
@@ -281,8 +279,7 @@ def forward(
     tiles, group = (tiling.tile_table, length, tiling.tiles), heads // s.q.shape[2]
     like = {"dtype": v.dtype, "device": v.device}
     mean, states, errors, inverses, *_ = results
-    final_shape = (tiling.num_sequences, heads, keys, width) if final else (0,)
-    final_memory = torch.empty(final_shape, dtype=prior.dtype, device=v.device)
+    final_memory = torch.empty(tiling.num_sequences, heads, keys, width, dtype=prior.dtype, device=v.device)
     features = {"DECAYS": s.scalar_decays, "GAINS": s.scalar_gains and not s.per_key}
     scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
     error_keys, initial_errors = v, v
@@ -297,7 +294,7 @@ def forward(
         errors = v
     plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
     options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "STORE": store}
-    options |= {"FRESH": fresh, "FINAL": final, "num_warps": 4}
+    options |= {"FRESH": fresh, "num_warps": 4}
     Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.writes, error_keys, initial_errors, errors, states, prior, final_memory, s.to_end, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles,

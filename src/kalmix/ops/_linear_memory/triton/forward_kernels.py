@@ -112,22 +112,18 @@ def scan_memory(
     w_token, w_head, v_token, v_head, prior_n, prior_g, prior_k, prior_v, G, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, SCALED: tl.constexpr, CORRECTS: tl.constexpr,
-    STORE: tl.constexpr, FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan the memory of one sequence and head over tiles, for some columns; store states and errors if STORE.
 
     If FRESH, the prior is 0 and not read. States are then stored at the boundaries between tiles only, and
-    `initial_errors` must be `errors`, which the first tile of a sequence leaves as they are. The final memory is stored
-    if FINAL.
+    `initial_errors` must be `errors`, which the first tile of a sequence leaves as they are.
     """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = initial_errors.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
-    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
-        if tokens <= SIZE:
-            return
     prior += sequence * prior_n + head * prior_g
     memory = ()
     for j in tl.static_range(BLOCKS):
@@ -174,10 +170,9 @@ def scan_memory(
             write = load_rows_transposed(writes + at * w_token, w_token, count, key, K, SIZE).to(DTYPE)
             updated += (matmul(write, error, PRECISION, memory[j] * decay),)
         memory = updated
-    if FINAL:
-        for j in tl.static_range(BLOCKS):
-            key = j * BLOCK + tl.arange(0, BLOCK)
-            store_state(final + (sequence * G + head) * K * V, key, column, memory[j], K, V)
+    for j in tl.static_range(BLOCKS):
+        key = j * BLOCK + tl.arange(0, BLOCK)
+        store_state(final + (sequence * G + head) * K * V, key, column, memory[j], K, V)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

@@ -53,20 +53,17 @@ def scan_columns(
     k_token, v_token, prior_n, prior_g, prior_i, prior_j, G,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STORE_SQUARES: tl.constexpr,
-    FRESH: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    FRESH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of a memory.
 
     Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile. If FRESH, the prior is
-    0 and not read, and the memory is not stored at the entry of the first tile. The final memory is stored if FINAL.
+    0 and not read, and the memory is not stored at the entry of the first tile.
     """
     DTYPE: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), column_block * COLUMNS + tl.arange(0, COLUMNS)
     first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
-    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
-        if tokens <= SIZE:
-            return
     if FRESH:
         state = tl.zeros([P, COLUMNS], tl.float32)
     else:
@@ -91,8 +88,7 @@ def scan_columns(
             if right.dtype == tl.bfloat16:  # in two terms, since a solution amplifies rounding errors of H
                 state = matmul(left, (weighted - right.to(tl.float32)).to(DTYPE), PRECISION, state)
         state = matmul(left, right, PRECISION, state)
-    if FINAL:
-        store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
+    store_block(final + (sequence * G + head) * K * V, row, column, state, K, V)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -102,7 +98,7 @@ def forward_scan(
     G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, FRESH: tl.constexpr,
-    FINAL: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of H or of U."""
     head, column_block = tl.program_id(1), tl.program_id(2)
@@ -111,13 +107,13 @@ def forward_scan(
         scan_columns(
             k, k, grams, squares, exit_weights, tile_decays, gram, final_gram, sequence_table, length, tiles,
             column_block, k_token, k_token, gram_n, gram_g, gram_i, gram_j, G, K, K, P, COLUMNS, COLUMN_BLOCKS, SIZE,
-            PACKED, DECAY, WEIGHTED, True, FRESH, FINAL, STAGES, PRECISION,
+            PACKED, DECAY, WEIGHTED, True, FRESH, STAGES, PRECISION,
         )  # fmt: skip
     else:
         scan_columns(
             k, v + head * v_head, crosses, squares, exit_weights, tile_decays, cross, final_cross, sequence_table,
             length, tiles, column_block - COLUMN_BLOCKS, k_token, v_token, cross_n, cross_g, cross_i, cross_j, G, K, V,
-            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, FRESH, FINAL, STAGES, PRECISION,
+            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, FRESH, STAGES, PRECISION,
         )  # fmt: skip
 
 
@@ -222,15 +218,14 @@ def forward(
     iterations: int,
     size: int,
     fresh: bool,
-    final: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the forward pass; q, k and v are bfloat16 or float32.
 
     If `fresh`, sequences are packed and the prior is 0, and is not read.
 
     Returns:
-        The mean, q'x, the final U and H (empty unless `final`); and for the backward pass x, the norms, and H and U at
-        the entry of every tile (if `fresh`, at the boundaries between tiles: see `boundary_index`).
+        The mean, q'x, the final U and H; and for the backward pass x, the norms, and H and U at the entry of every tile
+        (if `fresh`, at the boundaries between tiles: see `boundary_index`).
     """
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
@@ -242,7 +237,7 @@ def forward(
     num_entries = num_boundaries(v, size) if fresh else plan.cut.num_tiles
     states = num_entries * heads * width  # stored tensors have one axis: see `tokens_per_block`
     grams, crosses = (torch.empty(states * x, **input_kwargs) for x in (width, values))
-    final_gram, final_cross = (torch.empty(x.shape if final else (0,), **float32_kwargs) for x in (gram, cross))
+    final_gram, final_cross = (torch.empty(x.shape, **float32_kwargs) for x in (gram, cross))
     squares = torch.empty(plan.cut.num_tiles, heads, plan.column_blocks[0], **float32_kwargs)
     arguments = (
         k, v, grams, crosses, squares, tables.exit_weights, tables.tile_decays, gram, cross, final_gram, final_cross,
@@ -250,7 +245,7 @@ def forward(
         plan.group_size,
     )  # fmt: skip
     options = {"COLUMN_BLOCKS": plan.column_blocks[0], "DECAY": features["DECAY"], "WEIGHTED": any(features.values())}
-    options |= {"FRESH": fresh, "FINAL": final} | plan.scan_options | plan.constants
+    options |= {"FRESH": fresh} | plan.scan_options | plan.constants
     Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
     solution, norms = (
         tokens(batch, length, heads, width, **input_kwargs),
