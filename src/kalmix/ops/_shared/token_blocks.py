@@ -37,8 +37,8 @@ def tokens_per_tile(batch: int, length: int, sequences: int | None, large: int) 
     size = tokens_per_block(length, large)
     if sequences is None:
         return size
-    mean = batch * length // sequences
-    if isinstance(mean, int) and isinstance(size, int):
+    mean: int = batch * length // sequences
+    if isinstance(mean, int):  # then none of the numbers is symbolic
         return min(size, 16 if mean < 32 else 32 if mean < 64 else 64)
     return torch.sym_min(size, 16 + 16 * torch.sym_min(1, mean // 32) + 32 * torch.sym_min(1, mean // 64))
 
