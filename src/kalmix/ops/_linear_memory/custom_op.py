@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kalmix.beliefs import PointBelief
 from kalmix.ops._linear_memory.scratch import SUBTILE
-from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_tile
 from kalmix.segments import Segments, segments_without_checks
@@ -195,7 +195,7 @@ def _zero_if_unpacked(grad_final: Tensor | None, k: Tensor, v: Tensor, rows: Ten
     """Return the gradient of the final memories; zeros for `None`, unless sequences are packed."""
     if grad_final is not None or rows is not None:
         return grad_final
-    return filled(0.0, (v.shape[0], v.shape[2], k.shape[3], v.shape[3]), torch.float32, v.device)
+    return zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.device)
 
 
 def _launch_backward(

@@ -11,7 +11,7 @@ from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
 from kalmix.ops._ridge.tiles import tile_size
-from kalmix.ops._shared.constants import filled
+from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments
@@ -138,7 +138,7 @@ def _backward(
     if rows is None or grad_cross is not None or grad_gram is not None:
         memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
         grad_cross, grad_gram = (
-            filled(0.0, (*memories, columns), torch.float32, v.device) if x is None else x
+            zeros((*memories, columns), v.device) if x is None else x
             for x, columns in ((grad_cross, v.shape[3]), (grad_gram, k.shape[3]))
         )
     saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)

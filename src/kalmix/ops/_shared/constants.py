@@ -21,6 +21,15 @@ def filled(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch
     return _shared((value, dtype, device), make).expand(tuple(shape))
 
 
+def zeros(shape: Sequence[int], device: torch.device) -> Tensor:
+    """Return float32 zeros inside a custom op, to be read only: their entries are one number in memory.
+
+    Calls do not share it. Before `torch.compile` captures a custom op in a CUDA graph, it runs the op with memory of
+    the graph, which later calls must not use.
+    """
+    return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
+
+
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an identity matrix, to be read only."""
     return _shared((size, "identity", dtype, device), lambda: torch.eye(size, dtype=dtype, device=device))
