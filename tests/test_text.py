@@ -56,7 +56,7 @@ def test_training_and_held_out_text_share_no_paragraph(python: text.Corpus) -> N
     assert [part for part in learned & judged if len(part) >= 64] == []
 
 
-def test_default_corpus_without_the_topics_of_help(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_corpus_has_all_files_without_the_topics_of_help(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some installations lack the topics; then the corpus has the docstrings of all files of the library."""
     monkeypatch.setattr(text, "_docstrings", lambda file: str(file) * 100)  # parsing them takes seconds
     documents = text.python_documentation()

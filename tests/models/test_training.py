@@ -53,7 +53,7 @@ def test_compiles_to_one_graph():
 
 @pytest.mark.parametrize("layers", LAYERS)
 def test_every_layer_learns(layers):
-    """Each model halves its loss in 30 steps, and the marginal loss too if its last layer has a posterior."""
+    """Each model halves its loss within 30 steps, and the marginal loss too if its last layer has a posterior."""
     for options in ({}, {"loss": "marginal", "loss_samples": 2}):
         model = build(layers, **options).train()
         if options and not model.model.layers.last_block.mixer.has_posterior:

@@ -169,7 +169,7 @@ def _exit_gradients(
     Args:
         local: for each span, the gradient of the tensors of its entry belief through the span's own outputs.
         updates: update by each span.
-        entries: belief before each span, or `None` if updates are affine.
+        entries: belief before each span; may be `None` after those of this rank if updates are affine.
         held: spans of this rank, in order of time.
     """
     after = [torch.zeros_like(x) for x in local[-1]]

@@ -131,10 +131,10 @@ class DesignLayer(MemoryLayer):
         self.variances: nn.ModuleDict = nn.ModuleDict(variances)
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
-        """Return rates, step biases and noises of the transition: those of cells, or of a design with process noise.
+        """Return rates, step biases and noises of the transition.
 
-        Without process noise, rates per head or key are left out, as by `GatedDeltaNet`: published code gives them no
-        lower learning rate.
+        Rates per head or key are left out if the design has no process noise, as by `GatedDeltaNet`: published code
+        gives them no lower learning rate.
         """
         dynamics = self.dynamics
         if self.decay is not None and self.design.transition.diffusion:

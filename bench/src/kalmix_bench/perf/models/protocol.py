@@ -16,9 +16,9 @@ PEERS = ("fla gated-deltanet", "fla kda", "llama")
 OURS = (*FIRST, *(x for x, y in MIXERS.items() if y.__module__.startswith("kalmix.") and x not in (*FIRST, "design")))
 MODELS = (*FIRST, *PEERS, *(name for name in OURS if name not in FIRST))
 MODES = {
-    "eager": "as it is",
+    "eager": "not compiled",
     "compiled": "by `torch.compile`",
-    "blocks": "each block compiled, so that the compiler sees one block of each kind",
+    "blocks": "each block compiled; blocks of one kind share code",
     "captured": "compiled, and launched as CUDA graphs",
 }
 

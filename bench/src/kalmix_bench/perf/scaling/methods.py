@@ -76,13 +76,13 @@ def make_data(device: torch.device, rows: int) -> Data:
 
 
 def make_batch(device: torch.device, rows: int, packed: bool) -> tuple[Data, Segments | None]:
-    """Return the data of `make_data`, and documents in it if it is packed."""
+    """Return the data of `make_data`, and its documents if `packed`, otherwise `None`."""
     data = make_data(device, rows)
     return pack(data) if packed else (data, None)
 
 
 def pack(data: Data) -> tuple[Data, Segments]:
-    """Return data whose labels stay inside documents, and these documents: they begin and end in ranks and between."""
+    """Return data whose labels stay inside documents, and the documents, which begin inside and between ranks."""
     rows, length = data.ids.shape
     cuts = [0, length // 9, length // 2, length // 2 + 1, length - length // 7]
     documents = [(row, a, b) for row in range(rows) for a, b in zip(cuts, [*cuts[1:], length], strict=True)]
