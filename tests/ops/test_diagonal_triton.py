@@ -174,7 +174,7 @@ def test_op_passes_opcheck_on_this_device():
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     runs = torch.tensor([[0, 2, 30]], dtype=torch.int32, device=DEVICE)
     for last in (
-        (None, True, True, False, False),  # rows, variance, store, cuda, fresh
+        (None, True, True, False, False),  # rows, variance, store, cuda, no_prior
         (runs, False, False, False, False),
         (runs, False, True, False, True),
     ):

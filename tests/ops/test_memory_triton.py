@@ -191,5 +191,5 @@ def test_op_passes_opcheck_on_this_device():
         inputs = {name: x.requires_grad_() for name, x in arguments(gain, decay, 1, 18, (1, 2), 3, 4).items()}
         signals = [inputs.get(name) for name in ("q", "k", "v", "gain", "log_decay", "mean")]
         op = torch.ops.kalmix.memory_triton.default
-        for fresh in (False,) if rows is None else (False, True):
-            torch.library.opcheck(op, (*signals, rows, corrects, True, fresh), test_utils=checks)
+        for no_prior in (False,) if rows is None else (False, True):
+            torch.library.opcheck(op, (*signals, rows, corrects, True, no_prior), test_utils=checks)

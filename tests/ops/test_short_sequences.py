@@ -62,7 +62,7 @@ def test_memories_before_the_first_tokens_are_not_stored(length, states):
     """Training without a prior stores memories for tokens, not for sequences."""
     segments, total = packed([length] * (4096 // length))
     v = torch.empty(1, total, 8, 128, dtype=HALF, device="meta")
-    (shape, *_) = stored_shapes(v, v, segments.rows, True, True, fresh=True)
+    (shape, *_) = stored_shapes(v, v, segments.rows, True, True, no_prior=True)
     assert shape == ((states + 1) * 8 * 128 * 128,)
     assert tile_size(v, segments.rows) == (64 if length == 64 else 16)
 

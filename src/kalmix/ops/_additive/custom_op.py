@@ -9,9 +9,11 @@ from kalmix.segments import Segments
 from kalmix.types import Filtered
 
 
-def additive(signals: AdditiveSignals, belief: PointBelief, segments: Segments | None, fresh: bool = False) -> Filtered:
+def additive(
+    signals: AdditiveSignals, belief: PointBelief, segments: Segments | None, no_prior: bool = False
+) -> Filtered:
     """Compute `kalmix.ops.additive` in Triton. The backward pass stores a memory per tile of at most 64 tokens.
 
     See `filter_memory` for the arguments.
     """
-    return filter_memory(signals, belief, segments, corrects=False, fresh=fresh)
+    return filter_memory(signals, belief, segments, corrects=False, no_prior=no_prior)

@@ -118,7 +118,7 @@ def additive_as_filtered(
     gain: Tensor | None = None,
     segments: Segments | None = None,
 ) -> AdditiveUpdate:
-    """Compute `additive` with the op's own rounding: half precision if the inputs are. Signals are not checked.
+    """Compute `additive` with the op's own rounding: half precision if the inputs are. Decays are not checked.
 
     The memory after the tokens then has the rounding error of the op. It filters the values from a memory of zeros.
     """

@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     delta(signals, belief, segments) -> Filtered
 
-That of `custom_op` also takes whether the belief is the default.
+The function in `custom_op` has one more argument: whether no belief was given.
 The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 

@@ -121,7 +121,7 @@ def delta_as_filtered(
     log_decay: Tensor | None = None,
     segments: Segments | None = None,
 ) -> DeltaUpdate:
-    """Compute `delta` with the op's own rounding: half precision if the inputs are. Signals are not checked.
+    """Compute `delta` with the op's own rounding: half precision if the inputs are. Decays are not checked.
 
     The memory after the tokens then has the rounding error of the op. It filters the values [v, 0] from [0, I].
     """

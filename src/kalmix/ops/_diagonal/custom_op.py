@@ -21,7 +21,7 @@ def diagonal(
     belief: DiagonalBelief,
     segments: Segments | None,
     variance: bool,
-    fresh: bool = False,
+    no_prior: bool = False,
     cuda: bool = False,
 ) -> Filtered:
     """Compute `kalmix.ops.diagonal` on a GPU. The backward pass stores a belief every 32 tokens and no other state.
@@ -31,12 +31,12 @@ def diagonal(
         belief: prior.
         segments: assignment of tokens to sequences, or `None`.
         variance: whether to return the variance of the read-out.
-        fresh: whether the prior is the default. Of packed sequences, its gradient is not computed then.
+        no_prior: whether the prior is the default. With packed sequences, its gradient is not computed then.
         cuda: filter and differentiate the tokens of tiles in CUDA C++ instead of Triton.
     """
     tensors = (*signals, *belief)
     rows = None if segments is None else segments.rows
-    options = (variance, needs_grad(*tensors), cuda, fresh and rows is not None)
+    options = (variance, needs_grad(*tensors), cuda, no_prior and rows is not None)
     mean, var, final_mean, final_var, _ = _filter(*tensors, rows, *options)
     return Filtered(mean, var if variance else None, DiagonalBelief(final_mean, final_var))
 
@@ -70,7 +70,7 @@ def _stored_shape(q: Tensor, v: Tensor, rows: Tensor | None, store: bool) -> tup
     return (count * 2 * heads * channels * padded_slots(q.shape[-1]),) if store else (0,)
 
 
-def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, fresh):
+def _forward_fake(q, k, v, precision, log_decay, process_noise, mean, var, rows, variance, store, cuda, no_prior):
     read_mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     shapes = (v.shape if variance else (0,), mean.shape, var.shape, _stored_shape(q, v, rows, store))
     return read_mean, *(torch.empty(shape, dtype=torch.float32, device=v.device) for shape in shapes)
@@ -89,7 +89,7 @@ def _forward(
     variance: bool,
     store: bool,
     cuda: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.forward import forward
 
@@ -100,10 +100,10 @@ def _forward(
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, _, _, rows, variance, store, cuda, fresh = inputs
+    *signals, _, _, rows, variance, store, cuda, no_prior = inputs
     read_mean, read_var, *final, stored = _forward(*inputs)
     grads = read_mean, read_var if variance else None, *final
-    arguments: tuple[Any, ...] = (*signals, stored, rows, *grads, cuda, fresh)
+    arguments: tuple[Any, ...] = (*signals, stored, rows, *grads, cuda, no_prior)
     if store:
         _backward(*arguments)
 
@@ -122,18 +122,18 @@ def _backward(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward
 
     segments = None if rows is None else segments_without_checks(rows)
     grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
-    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda, fresh)
+    return backward(q, k, v, precision, log_decay, process_noise, stored, segments, *grads, cuda, no_prior)
 
 
 def _backward_fake(*inputs):
-    *signals, _stored, _rows, _grad_mean, _grad_var, grad_final_mean, grad_final_var, _cuda, fresh = inputs
-    priors = (x.new_empty((0,) if fresh else x.shape) for x in (grad_final_mean, grad_final_var))
+    *signals, _stored, _rows, _grad_mean, _grad_var, grad_final_mean, grad_final_var, _cuda, no_prior = inputs
+    priors = (x.new_empty((0,) if no_prior else x.shape) for x in (grad_final_mean, grad_final_var))
     return *(x.new_empty(x.shape) for x in signals), *priors
 
 
@@ -151,7 +151,7 @@ def _backward_to_prior(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor]:
     from kalmix.ops._diagonal.triton.backward import backward_to_prior
 

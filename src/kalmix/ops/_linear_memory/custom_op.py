@@ -35,26 +35,26 @@ def filter_memory(
     belief: PointBelief,
     segments: Segments | None,
     corrects: bool,
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> Filtered:
     """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
-    The backward pass stores a memory every `tile_size` tokens of a sequence (if `fresh` and packed, none before the
+    The backward pass stores a memory every `tile_size` tokens of a sequence (if `no_prior` and packed, none before the
     first token) and, if `corrects`, the prediction errors and an inverse `[tile_size, tile_size]` for each tile. With
     decays per key it also stores the scores, a number per token and position in the tile, and the decays `[K]` of every
-    16 tokens; of sequences up to 64 tokens, zeros.
+    16 tokens; zeros if tiles have 16 tokens.
 
     Args:
         signals: signals of the tokens.
         belief: prior.
         segments: assignment of tokens to sequences, or `None`.
         corrects: whether to compute `delta`.
-        fresh: whether the prior is 0. Packed sequences then neither read it nor write its gradient.
+        no_prior: whether the prior is 0. Packed sequences then neither read it nor write its gradient.
     """
     tensors = (signals.q, signals.k, signals.v, signals.gain, signals.log_decay, belief.mean)
     rows = None if segments is None else segments.rows
-    fresh = fresh and segments is not None
-    mean, final_mean, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors), fresh)
+    no_prior = no_prior and segments is not None
+    mean, final_mean, *_ = _filter(*tensors, rows, corrects, needs_grad(*tensors), no_prior)
     return Filtered(mean, None, PointBelief(final_mean))
 
 
@@ -80,17 +80,17 @@ def tile_size(v: Tensor, rows: Tensor | None) -> int:
 
 
 def stored_shapes(
-    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool, fresh: bool = False
+    k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool, no_prior: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes of stored memories, errors and inverses; `(0,)` for those that are not stored.
 
-    Memories are flattened: see `tokens_per_block`. If `fresh`, they are those at the boundaries between tiles: see
+    Memories are flattened: see `tokens_per_block`. If `no_prior`, they are those at the boundaries between tiles: see
     `triton.forward.num_boundaries`.
     """
     batch, length, heads, width = v.shape
     size = tile_size(v, rows)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    if fresh:
+    if no_prior:
         count = batch * length // size + 1
     states = (count * heads * k.shape[3] * width,) if store else (0,)
     return states, v.shape if store and corrects else (0,), (*v.shape[:3], size) if store and corrects else (0,)
@@ -110,8 +110,8 @@ def _decay_shapes(
     return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],)
 
 
-def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, fresh):
-    stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store, fresh))
+def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, no_prior):
+    stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store, no_prior))
     scores, decays = _decay_shapes(k, v, log_decay, rows, store)
     decays = v.new_empty(decays, dtype=torch.float32)
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
@@ -139,32 +139,32 @@ def _forward(
     rows: Tensor | None,
     corrects: bool,
     store: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
 
     tiling = _tiling(v, rows, q)
     per_key = store and log_decay is not None and log_decay.ndim == 4
-    results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key, fresh)
-    final_memory = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, fresh)
+    results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key, no_prior)
+    final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, no_prior)
     states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
-    return results.mean, final_memory, states, errors, inverses, results.scores, results.subtile_decays
+    return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, prior, rows, corrects, store, fresh = inputs
+    *signals, prior, rows, corrects, store, no_prior = inputs
     mean, _, *stored = _forward(*inputs)
     grad_final = prior.new_zeros(()).expand(prior.shape) if rows is None else None
-    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, grad_final, corrects, fresh)
+    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, grad_final, corrects, no_prior)
     if store:
         _launch_backward(*arguments)
 
 
 def _backward_fake(*inputs):
-    signals, (k, v), (rows, _, _, _, fresh) = inputs[:5], inputs[1:3], inputs[10:]
+    signals, (k, v), (rows, _, _, _, no_prior) = inputs[:5], inputs[1:3], inputs[10:]
     sequences = v.shape[0] if rows is None else rows.shape[0]
-    prior = (0,) if fresh else (sequences, v.shape[2], k.shape[3], v.shape[3])
+    prior = (0,) if no_prior else (sequences, v.shape[2], k.shape[3], v.shape[3])
     grads = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in signals)
     return *grads, v.new_empty(prior, dtype=torch.float32)
 
@@ -184,11 +184,11 @@ def _backward(
     grad_mean: Tensor,
     grad_final: Tensor | None,
     corrects: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     signals, stored = (q, k, v, gain, log_decay), (states, errors, inverses, scores, subtile_decays)
     grad_final = _zero_if_unpacked(grad_final, k, v, rows)
-    return _cached_backward(*signals, *stored, rows, grad_mean, grad_final, corrects, fresh)
+    return _cached_backward(*signals, *stored, rows, grad_mean, grad_final, corrects, no_prior)
 
 
 def _zero_if_unpacked(grad_final: Tensor | None, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor | None:
@@ -213,7 +213,7 @@ def _launch_backward(
     grad_mean: Tensor,
     grad_final: Tensor | None,
     corrects: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.backward import allocate_gradients, backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
@@ -223,7 +223,7 @@ def _launch_backward(
     tiling = _tiling(v, rows, q)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
     arguments = (stored, tiling, grad_mean, grad_final, corrects, grads)
-    grad_prior = backward(q, k, v, gain, log_decay, *arguments, fresh=fresh)
+    grad_prior = backward(q, k, v, gain, log_decay, *arguments, no_prior=no_prior)
     dq, dk, dv, dgain, ddecay = grads.reduce(q, gain, log_decay)
     return dq, dk, dv, dgain, ddecay, grad_prior
 
@@ -246,7 +246,7 @@ def _backward_to_prior(
     grad_mean: Tensor,
     grad_final: Tensor | None,
     corrects: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor]:
     from kalmix.ops._linear_memory.triton.backward import backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults

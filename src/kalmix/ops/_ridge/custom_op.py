@@ -25,12 +25,12 @@ def ridge(
     variance: bool,
     ridge: Ridge,
     solver: Solver,
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> Filtered:
     """Compute `kalmix.ops.ridge` with Triton. Training stores the solutions, and H and U at the entry of every tile.
 
-    If `fresh`, the prior is 0. Packed sequences then neither read it nor write its gradient, and store nothing at the
-    entry of their first tile.
+    If `no_prior`, the prior is 0. Packed sequences then neither read it nor write its gradient, and store nothing at
+    the entry of their first tile.
     """
     assert isinstance(solver, Chebyshev | ConjugateGradient)
     q, k, v, log_decay, gain, mix = signals
@@ -48,18 +48,18 @@ def ridge(
         conjugate,
         solver.iterations,
         needs_grad(*inputs),
-        fresh and rows is not None,
+        no_prior and rows is not None,
     )
     mean, variances, cross, gram, *_ = _filter(*inputs, *options)
     return Filtered(mean.to(dtype), variances if variance else None, RidgeBelief(cross, gram))
 
 
-def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, fresh: bool) -> tuple[tuple[int, ...], ...]:
+def _saved_shapes(k: Tensor, v: Tensor, rows: Tensor | None, no_prior: bool) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of solutions, norms, and H and U at the entry of every tile; the last three are flattened."""
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     size = tile_size(k, rows)
     tiles = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    states = (batch * length // size + 1 if fresh else tiles) * heads  # see `num_boundaries` of `_linear_memory`
+    states = (batch * length // size + 1 if no_prior else tiles) * heads  # see `num_boundaries` of `_linear_memory`
     return (batch, length, heads, width), (tiles * heads * size,), (states * width * width,), (states * width * values,)
 
 
@@ -78,38 +78,38 @@ def _forward(
     conjugate: bool,
     iterations: int,
     needs_gradient: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._ridge.triton.forward import forward
 
     inputs = (q, k, v, log_decay, gain, mix, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations)
-    return forward(*inputs, tile_size(k, rows), fresh)
+    return forward(*inputs, tile_size(k, rows), no_prior)
 
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, fresh = inputs
+    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, no_prior = inputs
     mean, _variance, _cross, _gram, *saved = _forward(*inputs)
     if needs_gradient:
         zero, options = cross.new_zeros(()), (adaptive, ridge_parameter, conjugate, iterations)
         final_grads = (None, None) if rows is not None else (zero.expand(cross.shape), zero.expand(gram.shape))
         grads = (mean, None, *final_grads)
-        _launch_backward(*signals, *saved, rows, *grads, *options, tile_size(signals[1], rows), fresh)
+        _launch_backward(*signals, *saved, rows, *grads, *options, tile_size(signals[1], rows), no_prior)
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
-    float32_kwargs, fresh = {"dtype": torch.float32, "device": k.device}, options[-1]
-    solution, norms, grams, crosses = _saved_shapes(k, v, rows, fresh)
+    float32_kwargs, no_prior = {"dtype": torch.float32, "device": k.device}, options[-1]
+    solution, norms, grams, crosses = _saved_shapes(k, v, rows, no_prior)
     final = (torch.empty(x.shape, **float32_kwargs) for x in (cross, gram))
     saved = k.new_empty(solution), torch.empty(norms, **float32_kwargs), k.new_empty(grams), k.new_empty(crosses)
     return v.new_empty(v.shape), torch.empty(*v.shape[:3], 1, **float32_kwargs), *final, *saved
 
 
 def _backward_fake(*inputs):
-    signals, (k, v), rows, fresh = inputs[:6], inputs[1:3], inputs[10], inputs[-1]
+    signals, (k, v), rows, no_prior = inputs[:6], inputs[1:3], inputs[10], inputs[-1]
     memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
     grads = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in signals)
-    priors = (v.new_empty((0,) if fresh else (*memories, x), dtype=torch.float32) for x in (v.shape[3], k.shape[3]))
+    priors = (v.new_empty((0,) if no_prior else (*memories, x), dtype=torch.float32) for x in (v.shape[3], k.shape[3]))
     return *grads, *priors
 
 
@@ -133,7 +133,7 @@ def _backward(
     ridge_parameter: float,
     conjugate: bool,
     iterations: int,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     if rows is None or grad_cross is not None or grad_gram is not None:
         memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
@@ -142,7 +142,7 @@ def _backward(
             for x, columns in ((grad_cross, v.shape[3]), (grad_gram, k.shape[3]))
         )
     saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
-    options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(k, rows), fresh)
+    options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(k, rows), no_prior)
     return _cached_backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options)
 
 

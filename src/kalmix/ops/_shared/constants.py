@@ -24,8 +24,8 @@ def filled(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch
 def zeros(shape: Sequence[int], device: torch.device) -> Tensor:
     """Return float32 zeros inside a custom op, to be read only: their entries are one number in memory.
 
-    Calls do not share it. Before `torch.compile` captures a custom op in a CUDA graph, it runs the op with memory of
-    the graph, which later calls must not use.
+    Each call allocates its own: before `torch.compile` captures a custom op in a CUDA graph, it runs the op in the
+    memory of the graph, which is used again later.
     """
     return torch.zeros((), dtype=torch.float32, device=device).expand(tuple(shape))
 

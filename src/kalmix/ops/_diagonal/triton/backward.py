@@ -8,7 +8,7 @@ Here gm and gs come from the read-outs of the tile, and D_m (`mean_factor`) and 
 its end with respect to mean and variance at its start. D_x / D_m (`var_ratio`) is a sum over tokens. There are three
 launches:
 
-1. `_map_tile_grads`: these four numbers for every tile; if FRESH, the prior has no gradient, and the first tile of a
+1. `_map_tile_grads`: these four numbers for every tile; if NO_PRIOR, the prior has no gradient, and the first tile of a
    sequence is left out. Derivatives with respect to the belief at the start accumulate forward in time, so nothing has
    to be stored;
 2. `_scan_tile_grads`: the gradients at the end of every tile, from the last tile to the first, and those of the prior;
@@ -80,7 +80,7 @@ def _map_tile_grads(
     p_token: tl.constexpr, p_head, gm_token: tl.constexpr, gm_head, gv_token: tl.constexpr, gv_head,
     G: tl.constexpr, V: tl.constexpr, GROUP,
     K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, PACKED: tl.constexpr,
-    EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, VARIANCE: tl.constexpr, FRESH: tl.constexpr,
+    EVEN: tl.constexpr, RAGGED: tl.constexpr, PREFETCH: tl.constexpr, VARIANCE: tl.constexpr, NO_PRIOR: tl.constexpr,
     PTX: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(V, BLOCK)
@@ -92,7 +92,7 @@ def _map_tile_grads(
         tile_table, index, length, size, tiles, CHUNK, PACKED
     )
     unused = count == 0
-    if FRESH:
+    if NO_PRIOR:
         unused = unused | begins
     if unused:
         return
@@ -158,7 +158,7 @@ def _map_tile_grads(
 def _scan_tile_grads(
     maps, grad_exits, grad_final_mean, grad_final_var, grad_mean, grad_var, sequence_table, tiles,
     mean_n, mean_g, mean_k, mean_v, var_n, var_g, var_k, var_v, G, V,
-    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, FRESH: tl.constexpr,
+    K: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr, PACKED: tl.constexpr, NO_PRIOR: tl.constexpr,
 ):  # fmt: skip
     sequence = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -177,7 +177,7 @@ def _scan_tile_grads(
     for back in tl.range(0, end - first, num_stages=4):
         index = end - 1 - back
         mapped = inside
-        if FRESH:
+        if NO_PRIOR:
             mapped = inside & (index > first)
         tile_grad_mean = tl.load(maps + index * 4 * plane + at, mask=mapped, other=0.0)
         tile_grad_var = tl.load(maps + (index * 4 + 1) * plane + at, mask=mapped, other=0.0)
@@ -187,7 +187,7 @@ def _scan_tile_grads(
         tl.store(grad_exits + (index * 2 + 1) * plane + at, gs, mask=inside)
         gs = tile_grad_var + var_coupling * gm + mean_factor * mean_factor * gs
         gm = tile_grad_mean + mean_factor * gm
-    if not FRESH:
+    if not NO_PRIOR:
         at = (sequence * G + head) * K * V + slot[None, :] * V + channel[:, None]
         tl.store(grad_mean + at, gm, mask=real)
         tl.store(grad_var + at, gs, mask=real)
@@ -207,12 +207,12 @@ def backward(
     grad_final_mean: Tensor,
     grad_final_var: Tensor,
     cuda: bool,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, precision, log_decay, process_noise and of the prior's mean and variance.
 
-    The latter are empty if `fresh`: then the prior is the default and has no gradient. `cuda` uses `cuda/backward.cu`
-    in place of `tile_gradients`.
+    The latter are empty if `no_prior`: a default prior has no gradient. `cuda` uses `cuda/backward.cu` in place of
+    `tile_gradients`.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     like = {"dtype": torch.float32, "device": v.device}
@@ -246,13 +246,13 @@ def backward(
     strides = [stride for x in (q, k, v, precision, grad_mean, grad_var) for stride in x.stride()[1:3]]
     grad_exits = torch.empty(plan.num_tiles, 2, heads, channels, width, **like)
     single = cuda and plan.single_tile
-    shape = grad_final_mean.shape if single or not fresh else (0,)
+    shape = grad_final_mean.shape if single or not no_prior else (0,)
     prior_mean, prior_var = torch.empty(shape, **like), torch.empty(shape, **like)
     if not single:
         signals = q, k, v, precision, log_decay, process_noise
         grads = grad_mean, grad_var, grad_final_mean, grad_final_var
-        _scan(signals, stored, grads, plan, segments, variance, (grad_exits, prior_mean, prior_var), fresh)
-    elif segments is not None and not fresh:  # the gradient of an empty segment's final belief is that of its prior
+        _scan(signals, stored, grads, plan, segments, variance, (grad_exits, prior_mean, prior_var), no_prior)
+    elif segments is not None and not no_prior:  # the gradient of an empty segment's final belief is that of its prior
         prior_mean.copy_(grad_final_mean)
         prior_var.copy_(grad_final_var)
 
@@ -290,7 +290,7 @@ def backward(
     dq, dk, ddecay, dnoise = (
         torch.empty(x.shape, dtype=kind, device=x.device).copy_(x) for x, kind in zip(sums, kinds, strict=True)
     )
-    if fresh:
+    if no_prior:
         prior_mean, prior_var = (x.new_empty(0) for x in (prior_mean, prior_var))
     return dq, dk, dv, dprecision, ddecay, dnoise, prior_mean, prior_var
 
@@ -333,9 +333,9 @@ def _scan(
     segments: Segments | None,
     variance: bool,
     results: tuple[Tensor, Tensor, Tensor],
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> None:
-    """Compute the gradients at the end of every tile and, unless `fresh`, of the prior, into `results`."""
+    """Compute the gradients at the end of every tile and, unless `no_prior`, of the prior, into `results`."""
     q, k, v, precision = signals[:4]
     grad_mean, grad_var, grad_final_mean, grad_final_var = grads
     (_, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
@@ -348,11 +348,11 @@ def _scan(
         heads, channels, heads // shared,
     )  # fmt: skip
     options = {"EVEN": channels % block == 0, "VARIANCE": variance, "PTX": supports_ptx(), "num_warps": 1, **common}
-    options |= {"CHUNK": CHUNK, "PREFETCH": PREFETCH, "RAGGED": is_ragged(length, segments), "FRESH": fresh}
+    options |= {"CHUNK": CHUNK, "PREFETCH": PREFETCH, "RAGGED": is_ragged(length, segments), "NO_PRIOR": no_prior}
     Launch(_map_tile_grads, (plan.num_tiles * -(-channels // block), heads), arguments, options).run()
     arguments = (
         maps, results[0], grad_final_mean, grad_final_var, *results[1:], plan.sequence_table, plan.tiles,
         *grad_final_mean.stride(), *grad_final_var.stride(), heads, channels,
     )  # fmt: skip
     grid = (len(grad_final_mean), heads, -(-channels // block))
-    Launch(_scan_tile_grads, grid, arguments, {"num_warps": 4, "FRESH": fresh, **common}).run()
+    Launch(_scan_tile_grads, grid, arguments, {"num_warps": 4, "NO_PRIOR": no_prior, **common}).run()

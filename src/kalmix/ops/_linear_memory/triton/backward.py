@@ -94,7 +94,7 @@ def backward(
     corrects: bool,
     grads: Gradients | None,
     adjoints: Tensor | None = None,
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> Tensor:
     """Differentiate `forward` at the tokens of `tiling`: write to `grads`, and return the gradient of the prior.
 
@@ -106,9 +106,9 @@ def backward(
         grad_final: gradient of the final memories; `None` for zeros, with packed sequences only.
         corrects: whether to differentiate `delta`.
         grads: gradients of the signals. If `None`, only the gradient of the prior is computed.
-        adjoints: is filled with the gradients of the memories at the end of each tile, if given. It is shaped as
-            `stored.states`.
-        fresh: as `forward` takes it. There is no gradient of the prior then: the result is empty.
+        adjoints: tensor to write the gradients of the memories at the end of each tile to, shaped as `stored.states`,
+            or `None`.
+        no_prior: see `forward`. There is no gradient of the prior then: the result is empty.
     """
     (batch, length, heads, width), keys, size = v.shape, k.shape[3], tiling.size
     s = prepare_signals(q, k, v, gain, log_decay, tiling, corrects, stored, stored=True)
@@ -131,13 +131,13 @@ def backward(
     if adjoints is None:
         num_adjoints = (tiling.num_tiles if has_final else num_boundaries(v, size)) if grads is not None else 0
         adjoints = torch.empty(num_adjoints * heads * keys * width, **like)
-    prior_shape = (0,) if fresh else (tiling.num_sequences, heads, keys, width)
+    prior_shape = (0,) if no_prior else (tiling.num_sequences, heads, keys, width)
     grad_prior = torch.empty(prior_shape, dtype=torch.float32, device=v.device)
     if grad_final is None:
         grad_final = grad_prior.view(*grad_prior.shape, *[1] * (4 - grad_prior.ndim))  # is not read
     plan = scan_options(tiling.num_sequences, v, s.sizes, 3)
     options = {"DECAYS": s.scalar_decays, "PER_KEY": s.per_key, "CORRECTS": corrects, "num_warps": 4}
-    options |= {"STORE": grads is not None, "FRESH": fresh, "FINAL": has_final}
+    options |= {"STORE": grads is not None, "NO_PRIOR": no_prior, "FINAL": has_final}
     Launch(scan_memory_backward, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.q, s.k, exit_map, local_grads, grad_mean, dv, adjoints, grad_final, grad_prior, s.from_start, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles, *strides(s.q, s.k, grad_mean), *grad_final.stride(), heads, group,
@@ -162,7 +162,13 @@ def backward(
     folded_grads, decay_grads = (dq, dk, dgain if s.vector_gains else dk), ddecay
     if s.per_key:
         folded_grads, decay_grads = torch.empty(3, *shape, keys, **like), torch.empty_like(s.subtiles[3])
-    options = {"PER_KEY": s.per_key, "VECTOR": s.vector_gains, "CORRECTS": corrects, "FRESH": fresh, "FINAL": has_final}
+    options = {
+        "PER_KEY": s.per_key,
+        "VECTOR": s.vector_gains,
+        "CORRECTS": corrects,
+        "NO_PRIOR": no_prior,
+        "FINAL": has_final,
+    }
     options |= {"num_warps": 4, "num_stages": 2}
     Launch(signal_gradients, (tiling.num_tiles * heads * blocks,), (
         *signals, s.tile_decay, states, adjoints, dscores, dcorrections, *folded_grads, dgain, decay_grads,

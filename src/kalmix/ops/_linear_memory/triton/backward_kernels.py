@@ -22,7 +22,7 @@ from kalmix.ops._shared.triton.tiles import (
     LAST_TILE,
     UNSPECIALIZED,
     boundary_index,
-    is_inner,
+    has_neighbour,
     load_per_token,
     load_rows,
     load_rows_transposed,
@@ -91,21 +91,21 @@ def scan_memory_backward(
     q_token, q_head, k_token, k_head, g_token, g_head, final_n, final_g, final_k, final_v, G, GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, CORRECTS: tl.constexpr, STORE: tl.constexpr,
-    FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    NO_PRIOR: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan the gradient of the memory of one sequence and head over tiles in reverse, for some columns.
 
     Store those of the memory at the end of each tile and of the values if STORE. Unless FINAL, the gradient of the
-    final memory is 0 and not read. Gradients are then stored at the boundaries between tiles only, and `grad_values`
-    must be `local_grads`, which the last tile of a sequence leaves as they are. That of the prior is stored unless
-    FRESH.
+    final memory is 0 and not read; gradients are then stored at the boundaries between tiles only, and `grad_values`
+    must be `local_grads`, because the last tile of a sequence may leave them as they are. The gradient of the prior is
+    stored unless NO_PRIOR.
     """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = adjoints.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * VALUES + tl.arange(0, VALUES)
     tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
-    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
+    if NO_PRIOR and not FINAL:  # noqa: SIM102 - a compile-time condition needs its own `if`
         if tokens <= SIZE:
             return
     grad_final += sequence * final_n + head * final_g
@@ -163,7 +163,7 @@ def scan_memory_backward(
                 updated_rows = matmul(key_rows, grad_value, PRECISION, updated_rows)
             updated += (updated_rows,)
         adjoint = updated
-    if not FRESH:
+    if not NO_PRIOR:
         for j in tl.static_range(BLOCKS):
             key = j * BLOCK + tl.arange(0, BLOCK)
             store_state(grad_prior + (sequence * G + head) * K * V, key, column, adjoint[j], K, V)
@@ -240,11 +240,11 @@ def signal_gradients(
     q_token, q_head, k_token, k_head, w_token, w_head, v_token, v_head, g_token, g_head, G, GROUP, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, PER_KEY: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
-    FRESH: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
+    NO_PRIOR: tl.constexpr, FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of the queries, keys and write vectors of a tile, and partial gradients of gains and log-decays.
 
-    A program does so for some columns, and sums the gradients of gains and log-decays over these columns only. FRESH
+    A program does so for some columns, and sums the gradients of gains and log-decays over these columns only. NO_PRIOR
     and FINAL are those of the scans.
 
     If PER_KEY, q, k and `writes` have decays folded in. Then store only the gradients through the memory. In place of
@@ -262,10 +262,10 @@ def signal_gradients(
     errors += token * v_token + head * v_head
     grad_mean += token * g_token + head * g_head
     state_at, has_state, adjoint_at, has_adjoint = index.to(tl.int64), None, index.to(tl.int64), None
-    if FRESH:
-        state_at, has_state = boundary_index(token, SIZE), is_inner(tile_table, index, FIRST_TILE)
+    if NO_PRIOR:
+        state_at, has_state = boundary_index(token, SIZE), has_neighbour(tile_table, index, FIRST_TILE)
     if not FINAL:
-        adjoint_at, has_adjoint = boundary_index(token + SIZE, SIZE), is_inner(tile_table, index, LAST_TILE)
+        adjoint_at, has_adjoint = boundary_index(token + SIZE, SIZE), has_neighbour(tile_table, index, LAST_TILE)
     states += (state_at * G + head) * K * V
     adjoints += (adjoint_at * G + head) * K * V
     grad_query = tl.zeros([SIZE, BLOCK], tl.float32)

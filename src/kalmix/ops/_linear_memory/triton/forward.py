@@ -214,7 +214,7 @@ def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int)
 def num_boundaries(v: Tensor, size: int) -> int:
     """Return the number of indices of boundaries between tiles, for values `[B, T, G, V]`: see `boundary_index`.
 
-    Index 0 is not used, so that there are stored memories in any case.
+    Index 0 is unused; it keeps the tensor of stored memories non-empty.
     """
     return v.shape[0] * v.shape[1] // size + 1
 
@@ -227,16 +227,16 @@ def allocate_results(
     corrects: bool,
     packed: bool,
     per_key: bool = False,
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> ForwardResults:
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    If `fresh`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and
+    If `no_prior`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and
     decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
-    num_states = num_boundaries(v, size) if fresh else tiles
+    num_states = num_boundaries(v, size) if no_prior else tiles
     states = torch.empty(num_states * v.shape[2] * k.shape[3] * v.shape[3], **like)
     errors = torch.empty(v.shape if corrects else (0,), **like)
     inverses = torch.empty((*shape, size) if corrects else (0,), **like)
@@ -257,7 +257,7 @@ def forward(
     tiling: Tiling,
     corrects: bool,
     results: ForwardResults | None,
-    fresh: bool = False,
+    no_prior: bool = False,
 ) -> Tensor:
     """Filter the tokens of `tiling`: write to `results`, and return the final memories `[N, G, K, V]`.
 
@@ -267,7 +267,7 @@ def forward(
         tiling: the tiles.
         corrects: whether to compute `delta`.
         results: results of `allocate_results`. If `None`, only the final memories are computed, and `q` is not used.
-        fresh: whether the prior is 0; it is not read then. The tiles must be those of packed sequences.
+        no_prior: whether the prior is 0; it is not read then. The tiles must be those of packed sequences.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     store = results is not None
@@ -284,7 +284,7 @@ def forward(
     scaled = s.scalar_decays or (s.scalar_gains and not s.per_key)
     error_keys, initial_errors = v, v
     if corrects:
-        initial_errors = errors if fresh else torch.empty(v.shape, **like)
+        initial_errors = errors if no_prior else torch.empty(v.shape, **like)
         error_keys = torch.empty(batch, length, heads, keys, **like)
         Launch(solve_errors, (tiling.num_tiles * heads,), (
             s.k, s.writes, v, s.gain, s.log_decay, s.from_start, s.corrections, inverses, error_keys, initial_errors,
@@ -294,7 +294,7 @@ def forward(
         errors = v
     plan = scan_options(tiling.num_sequences, v, s.sizes, 2)
     options = {"PER_KEY": s.per_key, "SCALED": scaled, "CORRECTS": corrects, "STORE": store}
-    options |= {"FRESH": fresh, "num_warps": 4}
+    options |= {"NO_PRIOR": no_prior, "num_warps": 4}
     Launch(scan_memory, (tiling.num_sequences, heads, -(-width // plan["VALUES"])), (
         s.writes, error_keys, initial_errors, errors, states, prior, final_memory, s.to_end, s.tile_decay,
         tiling.sequence_table, length, tiling.tiles,
@@ -303,7 +303,7 @@ def forward(
     if not store:
         return final_memory
     values = BLOCK if width <= BLOCK else 2 * BLOCK
-    options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "INNER": fresh, "num_warps": 4}
+    options = {"VALUES": values, "PRECOMPUTED": s.per_key, "BACKWARD": False, "INNER": no_prior, "num_warps": 4}
     Launch(read_out, (tiling.num_tiles * heads * -(-width // values),), (
         s.q, s.writes, errors, s.gain, s.log_decay, s.scores, states, mean, *tiles,
         *strides(s.q, s.writes, errors), heads, group, write_group,

@@ -28,7 +28,7 @@ from kalmix.ops._shared.triton.tiles import (
     LAST_TILE,
     UNSPECIALIZED,
     boundary_index,
-    is_inner,
+    has_neighbour,
     load_per_token,
     load_rows,
     load_rows_transposed,
@@ -112,12 +112,12 @@ def scan_memory(
     w_token, w_head, v_token, v_head, prior_n, prior_g, prior_k, prior_v, G, W_GROUP,
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, VALUES: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAYS: tl.constexpr, PER_KEY: tl.constexpr, SCALED: tl.constexpr, CORRECTS: tl.constexpr,
-    STORE: tl.constexpr, FRESH: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STORE: tl.constexpr, NO_PRIOR: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Scan the memory of one sequence and head over tiles, for some columns; store states and errors if STORE.
 
-    If FRESH, the prior is 0 and not read. States are then stored at the boundaries between tiles only, and
-    `initial_errors` must be `errors`, which the first tile of a sequence leaves as they are.
+    If NO_PRIOR, the prior is 0 and not read. States are then stored at the boundaries between tiles only.
+    `initial_errors` may be `errors`.
     """
     BLOCKS: tl.constexpr = (K + BLOCK - 1) // BLOCK
     DTYPE: tl.constexpr = initial_errors.dtype.element_ty
@@ -129,7 +129,7 @@ def scan_memory(
     for j in tl.static_range(BLOCKS):
         key = j * BLOCK + tl.arange(0, BLOCK)
         inside = (key < K)[:, None] & (column < V)[None, :]
-        if FRESH:
+        if NO_PRIOR:
             memory += (tl.zeros([BLOCK, VALUES], tl.float32),)
         else:
             memory += (tl.load(prior + key[:, None] * prior_k + column[None, :] * prior_v, mask=inside, other=0.0),)
@@ -141,7 +141,7 @@ def scan_memory(
         row = at * G + head
         if STORE:
             stored_at, is_stored = state, None
-            if FRESH:
+            if NO_PRIOR:
                 stored_at, is_stored = boundary_index(at, SIZE) * G + head, i > 0
             for j in tl.static_range(BLOCKS):
                 key = j * BLOCK + tl.arange(0, BLOCK)
@@ -202,9 +202,9 @@ def read_out(
     state_at, is_stored = index.to(tl.int64), None
     if INNER:
         if BACKWARD:
-            state_at, is_stored = boundary_index(token + SIZE, SIZE), is_inner(tile_table, index, LAST_TILE)
+            state_at, is_stored = boundary_index(token + SIZE, SIZE), has_neighbour(tile_table, index, LAST_TILE)
         else:
-            state_at, is_stored = boundary_index(token, SIZE), is_inner(tile_table, index, FIRST_TILE)
+            state_at, is_stored = boundary_index(token, SIZE), has_neighbour(tile_table, index, FIRST_TILE)
     states += (state_at * G + head) * K * V
     output = tl.zeros([SIZE, VALUES], tl.float32)
     score = tl.zeros([SIZE, SIZE], tl.float32)

@@ -62,7 +62,7 @@ def solve_adjoint(
     v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
     PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, READ_VARIANCE: tl.constexpr,
-    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, FRESH: tl.constexpr, MIN_NORM: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, NO_PRIOR: tl.constexpr, MIN_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dq, dmix, y and w of a tile's tokens.
@@ -85,7 +85,7 @@ def solve_adjoint(
     weights = decays * gain[None, :]
 
     entry, has_entry = slot, None
-    if FRESH:
+    if NO_PRIOR:
         entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
     grad_x, value_scores = tl.zeros([SIZE, P], tl.float32), tl.zeros([SIZE, SIZE], tl.float32)
     for start in range(0, V, VALUE_BLOCK):
@@ -177,16 +177,16 @@ def backward(
     conjugate_gradient: bool,
     iterations: int,
     size: int,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the backward pass.
 
-    The gradients of the final U and H may be `None` together, which means 0, if sequences are packed. `fresh` is that
-    of `forward`.
+    The gradients of the final U and H may be `None` together, which means 0, if sequences are packed. For `no_prior`
+    see `forward`.
 
     Returns:
         Gradients of q, k, v, log_decay, gain, mix (empty for an absent signal) and of the prior U and H (empty if
-        `fresh`).
+        `no_prior`).
     """
     (batch, length, key_heads, width), heads = k.shape, v.shape[2]
     plan = launch_plan(k, v, segments, size)
@@ -218,12 +218,12 @@ def backward(
     states = (plan.cut.num_tiles if has_final else num_boundaries(v, size)) * heads * width
     gram_adjoints, cross_adjoints = (torch.empty(states * x, **input_kwargs) for x in (width, v.shape[3]))
     prior_shapes = [(plan.cut.num_sequences, heads, width, x) for x in (width, v.shape[3])]
-    grad_gram_prior, grad_cross_prior = (torch.empty((0,) if fresh else x, **float32_kwargs) for x in prior_shapes)
+    grad_gram_prior, grad_cross_prior = (torch.empty((0,) if no_prior else x, **float32_kwargs) for x in prior_shapes)
     if grad_gram is None or grad_cross is None:
         grad_gram = grad_cross = torch.empty(0, 1, 1, 1, **float32_kwargs)  # is not read
     else:
         grad_gram = (grad_gram + grad_gram.mT) / 2
-    edges = {"FRESH": fresh, "FINAL": has_final}
+    edges = {"NO_PRIOR": no_prior, "FINAL": has_final}
 
     arguments = (
         q, mix_input, solution, grad_mean, tables.entry_decays, tables.tile_decays, cross_adjoints, grad_cross,
@@ -248,7 +248,7 @@ def backward(
         "VALUE_BLOCK": value_block(plan, shared_memory(k.device)),
         "READ_VARIANCE": grad_variance is not None,
         "CONJUGATE_GRADIENT": conjugate_gradient,
-        "FRESH": fresh,
+        "NO_PRIOR": no_prior,
         "MIN_NORM": MIN_NORM,
     }
     Launch(solve_adjoint, plan.grid, arguments, options).run()

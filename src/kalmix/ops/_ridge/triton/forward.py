@@ -53,25 +53,25 @@ def scan_columns(
     k_token, v_token, prior_n, prior_g, prior_i, prior_j, G,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, STORE_SQUARES: tl.constexpr,
-    FRESH: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    NO_PRIOR: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of a memory.
 
-    Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile. If FRESH, the prior is
-    0 and not read, and the memory is not stored at the entry of the first tile.
+    Stores the memory, and the sum of its squares if `STORE_SQUARES`, at the entry of every tile. If NO_PRIOR, the prior
+    is 0 and not read, and the memory is not stored at the entry of the first tile.
     """
     DTYPE: tl.constexpr = states.dtype.element_ty
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row, column = tl.arange(0, P), column_block * COLUMNS + tl.arange(0, COLUMNS)
     first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
-    if FRESH:
+    if NO_PRIOR:
         state = tl.zeros([P, COLUMNS], tl.float32)
     else:
         state = load_state(prior + sequence * prior_n + head * prior_g, row, column, prior_i, prior_j, K, V)
     for i in tl.range(0, tl.cdiv(tokens, SIZE), num_stages=STAGES):
         count = tl.minimum(tokens - i * SIZE, SIZE)
         token_start, slot = token + i * SIZE, (first_tile + i) * G + head
-        if FRESH:
+        if NO_PRIOR:
             entry = boundary_index(token_start, SIZE) * G + head
             store_block(states + entry * K * V, row, column, state, K, V, i > 0)
         else:
@@ -97,7 +97,7 @@ def forward_scan(
     length, tiles, k_token, k_head, v_token, v_head, gram_n, gram_g, gram_i, gram_j, cross_n, cross_g, cross_i, cross_j,
     G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
-    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, FRESH: tl.constexpr,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, WEIGHTED: tl.constexpr, NO_PRIOR: tl.constexpr,
     STAGES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step through the tiles of one sequence and head with a block of columns of H or of U."""
@@ -107,13 +107,13 @@ def forward_scan(
         scan_columns(
             k, k, grams, squares, exit_weights, tile_decays, gram, final_gram, sequence_table, length, tiles,
             column_block, k_token, k_token, gram_n, gram_g, gram_i, gram_j, G, K, K, P, COLUMNS, COLUMN_BLOCKS, SIZE,
-            PACKED, DECAY, WEIGHTED, True, FRESH, STAGES, PRECISION,
+            PACKED, DECAY, WEIGHTED, True, NO_PRIOR, STAGES, PRECISION,
         )  # fmt: skip
     else:
         scan_columns(
             k, v + head * v_head, crosses, squares, exit_weights, tile_decays, cross, final_cross, sequence_table,
             length, tiles, column_block - COLUMN_BLOCKS, k_token, v_token, cross_n, cross_g, cross_i, cross_j, G, K, V,
-            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, FRESH, STAGES, PRECISION,
+            P, COLUMNS, COLUMN_BLOCKS, SIZE, PACKED, DECAY, WEIGHTED, False, NO_PRIOR, STAGES, PRECISION,
         )  # fmt: skip
 
 
@@ -136,7 +136,7 @@ def solve_and_read(
     v_token, v_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, COLUMN_BLOCKS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr,
-    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, FRESH: tl.constexpr, MIN_NORM: tl.constexpr,
+    ADAPTIVE: tl.constexpr, CONJUGATE_GRADIENT: tl.constexpr, NO_PRIOR: tl.constexpr, MIN_NORM: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute x, q'x and U'(mix x + (1 - mix) q) of a tile's tokens."""
@@ -148,7 +148,7 @@ def solve_and_read(
     q += token * q_token + head // SHARE * q_head
     k += token * k_token + head // SHARE * k_head
     entry, has_entry = slot, None
-    if FRESH:
+    if NO_PRIOR:
         entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
     gram = load_block(grams + entry * K * K, dim, dim, K, K, has_entry)
     key = load_rows(k, k_token, count, dim, K, SIZE)
@@ -157,7 +157,7 @@ def solve_and_read(
     )
     entry_square = 0.0
     for block in range(COLUMN_BLOCKS):
-        if FRESH:
+        if NO_PRIOR:
             entry_square += tl.load(squares + slot * COLUMN_BLOCKS + block, mask=has_entry, other=0.0)
         else:
             entry_square += tl.load(squares + slot * COLUMN_BLOCKS + block)
@@ -217,15 +217,15 @@ def forward(
     conjugate_gradient: bool,
     iterations: int,
     size: int,
-    fresh: bool,
+    no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Launch the kernels of the forward pass; q, k and v are bfloat16 or float32.
 
-    If `fresh`, sequences are packed and the prior is 0, and is not read.
+    If `no_prior`, sequences are packed and the prior is 0, and is not read.
 
     Returns:
         The mean, q'x, the final U and H; and for the backward pass x, the norms, and H and U at the entry of every tile
-        (if `fresh`, at the boundaries between tiles: see `boundary_index`).
+        (if `no_prior`, at the boundaries between tiles: see `boundary_index`).
     """
     (batch, length, _, width), (heads, values) = k.shape, v.shape[2:]
     plan = launch_plan(k, v, segments, size)
@@ -234,7 +234,7 @@ def forward(
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment are not written
     mix_input, tables = k if mix is None else mix.contiguous(), decay_tables(plan, log_decay, gain, k)
     features = {"DECAY": log_decay is not None, "GAIN": gain is not None}
-    num_entries = num_boundaries(v, size) if fresh else plan.cut.num_tiles
+    num_entries = num_boundaries(v, size) if no_prior else plan.cut.num_tiles
     states = num_entries * heads * width  # stored tensors have one axis: see `tokens_per_block`
     grams, crosses = (torch.empty(states * x, **input_kwargs) for x in (width, values))
     final_gram, final_cross = (torch.empty(x.shape, **float32_kwargs) for x in (gram, cross))
@@ -245,7 +245,7 @@ def forward(
         plan.group_size,
     )  # fmt: skip
     options = {"COLUMN_BLOCKS": plan.column_blocks[0], "DECAY": features["DECAY"], "WEIGHTED": any(features.values())}
-    options |= {"FRESH": fresh} | plan.scan_options | plan.constants
+    options |= {"NO_PRIOR": no_prior} | plan.scan_options | plan.constants
     Launch(forward_scan, (plan.cut.num_sequences, heads, plan.column_blocks[1]), arguments, options).run()
     solution, norms = (
         tokens(batch, length, heads, width, **input_kwargs),
@@ -260,7 +260,7 @@ def forward(
         "MIX": mix is not None,
         "ADAPTIVE": adaptive,
         "CONJUGATE_GRADIENT": conjugate_gradient,
-        "FRESH": fresh,
+        "NO_PRIOR": no_prior,
         "MIN_NORM": MIN_NORM,
         **features,
     }

@@ -62,7 +62,7 @@ def value_grads(
     adjoints, grad_k, grad_v, grad_gain, grad_log_decay, tile_table, length, tiles, q_token, q_head, k_token, k_head,
     v_token, v_head, m_token, m_head, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, FRESH: tl.constexpr,
+    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, MIX: tl.constexpr, NO_PRIOR: tl.constexpr,
     FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dv of a tile's tokens, and the parts of dk, dgain and dlog_decay that flow through U."""
@@ -78,7 +78,7 @@ def value_grads(
     grad_mean += token * m_token + head * m_head
     solution += row * K
     entry, has_entry, exit_slot, has_exit = slot, None, slot, None
-    if FRESH:
+    if NO_PRIOR:
         entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
     if not FINAL:
         exit_slot, has_exit = locate_exit(tile_table, slot, token, G, SIZE)
@@ -145,7 +145,7 @@ def key_grads(
     norm_weights, entry_terms, adjoints, grad_k, grad_gain, grad_log_decay, tile_table, length, tiles, k_token, k_head,
     G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, VALUE_BLOCK: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, ADAPTIVE: tl.constexpr, FRESH: tl.constexpr,
+    PACKED: tl.constexpr, DECAY: tl.constexpr, GAIN: tl.constexpr, ADAPTIVE: tl.constexpr, NO_PRIOR: tl.constexpr,
     FINAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Compute dk, dgain and dlog_decay of a tile's tokens; adds to the parts that `value_grads` stored."""
@@ -160,7 +160,7 @@ def key_grads(
     adjoint += row * K
     grad_k += row * K
     entry, has_entry, exit_slot, has_exit = slot, None, slot, None
-    if FRESH:
+    if NO_PRIOR:
         entry, has_entry = locate_entry(tile_table, slot, token, G, SIZE)
     if not FINAL:
         exit_slot, has_exit = locate_exit(tile_table, slot, token, G, SIZE)

@@ -27,7 +27,7 @@ from kalmix.ops._shared.triton.tiles import (
     Tiling,
     boundary_index,
     dot_precision,
-    is_inner,
+    has_neighbour,
     load_per_token,
     locate_program,
     locate_tile,
@@ -158,16 +158,16 @@ def program_tile(tile_table, length, tiles, G, SIZE: tl.constexpr, PACKED: tl.co
 
 @triton.jit
 def locate_entry(tile_table, slot, token, G, SIZE: tl.constexpr):
-    """Return the index of H and U at the entry of a tile if the prior is not stored, and whether they are stored."""
+    """Return the index of H and U at the entry of a tile, and whether they are stored: not before the first tile."""
     index, head = slot // G, slot % G
-    return boundary_index(token, SIZE) * G + head, is_inner(tile_table, index, FIRST_TILE)
+    return boundary_index(token, SIZE) * G + head, has_neighbour(tile_table, index, FIRST_TILE)
 
 
 @triton.jit
 def locate_exit(tile_table, slot, token, G, SIZE: tl.constexpr):
-    """Return the index of adjoints at the exit of a tile if final ones are not stored, and whether they are stored."""
+    """Return the index of adjoints at the exit of a tile, and whether they are stored: not after the last tile."""
     index, head = slot // G, slot % G
-    return boundary_index(token + SIZE, SIZE) * G + head, is_inner(tile_table, index, LAST_TILE)
+    return boundary_index(token + SIZE, SIZE) * G + head, has_neighbour(tile_table, index, LAST_TILE)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)

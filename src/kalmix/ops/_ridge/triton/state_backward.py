@@ -1,8 +1,8 @@
 """Triton kernels that step the adjoints of H and U from the last tile to the first; see `backward`.
 
 A program handles a block of columns and stores the adjoint after every tile. Unless FINAL, the adjoint after the last
-tile is 0, and neither read nor stored. If FRESH, the prior is 0: H before the first tile is not read, and the gradient
-of the prior is not stored.
+tile is 0, and neither read nor stored. If NO_PRIOR, the prior is 0: H before the first tile is not read, and the
+gradient of the prior is not stored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gram_backward(
     k, grams, solution, adjoint, entry_decays, tile_decays, tile_weights, entry_weights, adjoints, grad_final,
     grad_prior, sequence_table, length, tiles, k_token, k_head, last_n, last_g, last_i, last_j, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, ADAPTIVE: tl.constexpr, FRESH: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
+    DECAY: tl.constexpr, ADAPTIVE: tl.constexpr, NO_PRIOR: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step a block of columns of Lambda, the adjoint of H, through the tiles of one sequence and head."""
@@ -36,7 +36,7 @@ def gram_backward(
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     last_tile = tl.cdiv(tokens, SIZE) - 1
-    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
+    if NO_PRIOR and not FINAL:  # noqa: SIM102 - a compile-time condition needs its own `if`
         if last_tile <= 0:
             return
     k += head // SHARE * k_head
@@ -70,13 +70,13 @@ def gram_backward(
             state = matmul(
                 load_rows_transposed(k + token_start * k_token, k_token, count, dim, K, SIZE), right, PRECISION, state
             )
-            if FRESH:
+            if NO_PRIOR:
                 entry = boundary_index(token_start, SIZE) * G + head
                 entry_gram = load_block(grams + entry * K * K, dim, column, K, K, i > 0)
             else:
                 entry_gram = load_block(grams + slot * K * K, dim, column, K, K)
             state += tl.load(entry_weights + slot) * entry_gram.to(tl.float32)
-    if not FRESH:
+    if not NO_PRIOR:
         store_block(grad_prior + (sequence * G + head) * K * K, dim, column, state, K, K)
 
 
@@ -85,7 +85,7 @@ def cross_backward(
     q, mix, solution, grad_mean, entry_decays, tile_decays, adjoints, grad_final, grad_prior, sequence_table, length,
     tiles, q_token, q_head, m_token, m_head, last_n, last_g, last_i, last_j, G, SHARE,
     K: tl.constexpr, V: tl.constexpr, P: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    DECAY: tl.constexpr, MIX: tl.constexpr, FRESH: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
+    DECAY: tl.constexpr, MIX: tl.constexpr, NO_PRIOR: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Step a block of columns of Mu, the adjoint of U, through the tiles of one sequence and head."""
@@ -94,7 +94,7 @@ def cross_backward(
     dim, column = tl.arange(0, P), tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
     first_tile, token, tokens = locate_sequence(sequence_table, sequence, length, tiles, PACKED)
     last_tile = tl.cdiv(tokens, SIZE) - 1
-    if FRESH and not FINAL:  # noqa: SIM102 - constants of a kernel are tested apart from its numbers
+    if NO_PRIOR and not FINAL:  # noqa: SIM102 - a compile-time condition needs its own `if`
         if last_tile <= 0:
             return
     q += head // SHARE * q_head
@@ -122,5 +122,5 @@ def cross_backward(
             query = load_rows_transposed(q + token_start * q_token, q_token, count, dim, K, SIZE).to(tl.float32)
             reader = (query + share * (reader.to(tl.float32) - query)).to(DTYPE)
         state = matmul(reader, right, PRECISION, state)
-    if not FRESH:
+    if not NO_PRIOR:
         store_block(grad_prior + (sequence * G + head) * K * V, dim, column, state, K, V)

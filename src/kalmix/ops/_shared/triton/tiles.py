@@ -196,8 +196,8 @@ def locate_tile(table, index, length, tiles, SIZE: tl.constexpr, PACKED: tl.cons
 
 
 @triton.jit
-def is_inner(table, index, EDGE: tl.constexpr):
-    """Return whether a tile is not the first (EDGE is `FIRST_TILE`) or last one (`LAST_TILE`) of a packed sequence."""
+def has_neighbour(table, index, EDGE: tl.constexpr):
+    """Return whether a packed sequence has a tile before this one (EDGE is `FIRST_TILE`) or after it (`LAST_TILE`)."""
     return (tl.load(table + index.to(tl.int64) * 3 + 2) & EDGE) == 0
 
 
