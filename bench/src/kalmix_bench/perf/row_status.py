@@ -36,16 +36,19 @@ def row_or_reason(measure: Callable[[], dict[str, Any]], limit: float) -> dict[s
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise `TimeLimitError` after some seconds, wherever the code is then; afterwards restore the gradient mode."""
+
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeLimitError(f"took longer than {seconds:.0f} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
+    gradients, before = torch.is_grad_enabled(), signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        torch.set_grad_enabled(gradients)  # the signal may come between the start and the body of `torch.no_grad`
 
 
 def _status(error: Exception) -> str:
