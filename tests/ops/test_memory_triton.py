@@ -7,6 +7,7 @@ from itertools import product
 
 import pytest
 import torch
+from memory_arguments import DEVICE, arguments
 
 pytest.importorskip("triton")
 
@@ -21,29 +22,8 @@ from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, HALF = torch.float32, torch.bfloat16
 RUNS = Segments.of(torch.tensor([[0, 2, 69], [1, 0, 7], [0, 69, 70], [1, 7, 7], [1, 9, 52]]))
-
-
-def arguments(gain, decay, batch, length, heads, keys, width, sequences=None, dtype=FLOAT):
-    """Return random signals and a prior by name: keys of norm 1, log-decays above -0.3; absent signals are omitted."""
-    draw = torch.Generator().manual_seed(0)
-    shared, own = heads
-    shape = (batch, length, own)
-    q, k = (torch.randn(batch, length, shared, keys, generator=draw) for _ in range(2))
-    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
-    strength, fade = torch.rand(shape, generator=draw), -0.3 * torch.rand(*shape, keys, generator=draw)
-    inputs = {
-        "q": q,
-        "k": k,
-        "v": torch.randn(*shape, width, generator=draw).to(dtype),
-        "gain": strength if gain == "head" else strength[..., None] * k.float().repeat_interleave(own // shared, 2),
-        "log_decay": fade[..., 0] if decay == "head" else fade,
-        "mean": torch.randn(batch if sequences is None else sequences, own, keys, width, generator=draw),
-    }
-    absent = {name for name, kind in (("gain", gain), ("log_decay", decay)) if kind is None}
-    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
 
 
 def answer(op, kernel, inputs, segments):

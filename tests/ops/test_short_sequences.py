@@ -5,6 +5,7 @@ Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 
 import pytest
 import torch
+from memory_arguments import DEVICE, arguments
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,6 @@ from kalmix.segments import Segments
 from kalmix.testing.nan_fill import nan_filled_memory
 from kalmix.testing.tolerances import budgets, relative_error
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 FLOAT, HALF = torch.float32, torch.bfloat16
 PRIOR = ("prior", "gram", "variance")  # names of the tensors of a prior
 LENGTHS = {
@@ -67,25 +67,13 @@ def test_memories_before_the_first_tokens_are_not_stored(length, states):
     assert tile_size(v, segments.rows) == (64 if length == 64 else 16)
 
 
-def arguments(gain, decay, tokens, sequences, heads, keys, width, dtype, gram=None):
-    """Return random signals and a prior by name: keys of norm 1, log-decays above -0.3; absent signals are omitted."""
-    draw = torch.Generator().manual_seed(0)
-    (shared, own), shape = heads, (1, tokens, heads[1])
-    q, k = (torch.randn(1, tokens, shared, keys, generator=draw) for _ in range(2))
-    q, k = (torch.nn.functional.normalize(x, dim=-1).to(dtype) for x in (q, k))
-    strength, fade = torch.rand(shape, generator=draw), -0.3 * torch.rand(*shape, keys, generator=draw)
-    inputs = {
-        "q": q,
-        "k": k,
-        "v": torch.randn(*shape, width, generator=draw).to(dtype),
-        "gain": strength if gain == "head" else strength[..., None] * k.float().repeat_interleave(own // shared, 2),
-        "log_decay": fade[..., 0] if decay == "head" else fade,
-        "prior": torch.randn(sequences, own, keys, width, generator=draw),
-        "gram": 0.1 * torch.eye(keys).repeat(sequences, own, 1, 1),
-    }
-    kinds = (("gain", gain), ("log_decay", decay), ("gram", gram))
-    absent = {name for name, kind in kinds if kind is None}
-    return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
+def packed_arguments(gain, decay, tokens, sequences, heads, keys, width, dtype, gram=None):
+    """Return the arguments of one row of packed sequences, with the prior's mean as "prior", and a prior "gram"."""
+    inputs = arguments(gain, decay, 1, tokens, heads, keys, width, sequences, dtype)
+    inputs["prior"] = inputs.pop("mean")
+    if gram is not None:
+        inputs["gram"] = 0.1 * torch.eye(keys, device=DEVICE).repeat(sequences, heads[1], 1, 1)
+    return inputs
 
 
 def diagonal_arguments(tokens, sequences, slots, channels, dtype):
@@ -205,7 +193,7 @@ TRIED = [
 def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, name, prior, final):
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     gram = "identity" if op == "ridge" else None
-    inputs = arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype, gram)
+    inputs = packed_arguments(gain, decay, tokens, segments.count, heads, keys, width, dtype, gram)
     check(op, inputs, segments, prior, final)
 
 
