@@ -4,8 +4,10 @@
     python -m kalmix_bench.perf.host_time --profile delta       # functions that take most of the time of an op
 
 Without a GPU, launches run all of Triton's Python code, but compile and execute nothing; the figures then lack the time
-of CUDA's own functions. Shapes are small, so that the host determines the time on a GPU, too. Last come, for scale, a
-custom op of `torch.library` and a `torch.autograd.Function` with as many tensors as `delta` has.
+of CUDA's own functions. Shapes are small, so that the host determines the time on a GPU, too. On a GPU a backward pass
+runs in another thread, which takes time to wake up; in the last column several calls share one backward pass, as they
+do in a model. Last come, for scale, a custom op of `torch.library` and a `torch.autograd.Function` with as many tensors
+as `delta` has.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -38,6 +41,7 @@ SHAPE = (2, 128, 2, 64)
 DIAGONAL_SHAPE = (2, 128, 64, 16)
 CASES = [("additive", "head"), ("additive", "key"), ("delta", "head"), ("delta", "key"), ("dense", "head"),
          ("dense", "key"), ("diagonal", "head"), ("ridge", "head"), ("attend", "head")]  # fmt: skip
+SHARING = 8  # calls that share a backward pass
 
 
 class _NoBinary(CompiledKernel):
@@ -95,9 +99,8 @@ def _run(op: str, x: Signals) -> Tensor:
     return OPS[op].function(**x, kernel="triton").mean
 
 
-def _bare(x: Signals) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
+def _bare() -> tuple[Callable[[Signals], Tensor], Callable[[Signals], Tensor]]:
     """Return calls of a custom op and of an `autograd.Function` that do nothing but allocate their results."""
-    tensors = list(x.values())
 
     def forward(
         q: Tensor, k: Tensor, v: Tensor, decay: Tensor, gain: Tensor
@@ -129,7 +132,7 @@ def _bare(x: Signals) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
         def backward(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor, ...]:
             return backward(*ctx.saved_tensors[:5], grad)
 
-    return lambda: op(*tensors)[0], lambda: Bare.apply(*tensors)[0]
+    return lambda x: op(*x.values())[0], lambda x: Bare.apply(*x.values())[0]
 
 
 def microseconds(call: Callable[[], object], seconds: float, device: str) -> float:
@@ -145,15 +148,29 @@ def microseconds(call: Callable[[], object], seconds: float, device: str) -> flo
     return 1e6 * (statistics.median(times) if device == "cuda" else min(times))
 
 
-def calls(op: str, decay: str, device: str) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Return calls of an op: forward without gradients, and forward with backward."""
+class Calls(NamedTuple):
+    """Calls of an op: forward without gradients, forward with backward, and SHARING of these with one backward pass."""
+
+    forward: Callable[[], object]
+    training: Callable[[], object]
+    sharing: Callable[[], object]
+
+
+def calls(op: str, decay: str, device: str) -> Calls:
+    """Return the calls of an op that are timed."""
     x = signals(op, decay, DIAGONAL_SHAPE if op == "diagonal" else SHAPE, device, torch.bfloat16)
-    return _forward_and_training(lambda: _run(op, x), x)
+    return _calls(partial(_run, op), x)
 
 
-def _forward_and_training(run: Callable[[], Tensor], x: Signals) -> tuple[Callable[[], object], Callable[[], object]]:
-    upstream = torch.ones_like(run())
-    return torch.no_grad()(run), lambda: torch.autograd.grad(run(), list(x.values()), upstream, allow_unused=True)
+def _calls(run: Callable[[Signals], Tensor], x: Signals) -> Calls:
+    upstream = torch.ones_like(run(x))
+
+    def train(inputs: list[Signals]) -> None:
+        leaves = [tensor for each in inputs for tensor in each.values()]
+        torch.autograd.grad([run(each) for each in inputs], leaves, [upstream] * len(inputs), allow_unused=True)
+
+    copies = [{name: tensor.detach().requires_grad_() for name, tensor in x.items()} for _ in range(SHARING)]
+    return Calls(torch.no_grad()(partial(run, x)), partial(train, [x]), partial(train, copies))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,19 +181,19 @@ def main(arguments: list[str] | None = None) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with nullcontext() if device == "cuda" else without_gpu():
         if options.profile:
-            print_profile(calls(options.profile, "head", device)[1])
+            print_profile(calls(options.profile, "head", device).training)
             return
         print(f"microseconds of host time per call ({device})\n")
-        print(f"{'op':24}{'forward':>10}{'forward + backward':>20}")
+        print(f"{'op':24}{'forward':>10}{'forward + backward':>20}{f'{SHARING} in a backward pass':>24}")
         x = signals("delta", "head", SHAPE, device, torch.bfloat16)
         rows = {f"{op}, decay per {decay}": calls(op, decay, device) for op, decay in CASES}
-        for name, run in zip(("bare custom op", "bare autograd.Function"), _bare(x), strict=True):
-            rows[name] = _forward_and_training(run, x)
-        for name, pair in rows.items():
-            for call in pair:
+        for name, run in zip(("bare custom op", "bare autograd.Function"), _bare(), strict=True):
+            rows[name] = _calls(run, x)
+        for name, timed in rows.items():
+            for call in timed:
                 microseconds(call, options.seconds / 5, device)  # warm up
-            forward, training = (microseconds(call, options.seconds, device) for call in pair)
-            print(f"{name:24}{forward:10.0f}{training:20.0f}", flush=True)
+            forward, training, sharing = (microseconds(call, options.seconds, device) for call in timed)
+            print(f"{name:24}{forward:10.0f}{training:20.0f}{sharing / SHARING:24.0f}", flush=True)
 
 
 def print_profile(call: Callable[[], object]) -> None:
