@@ -205,29 +205,15 @@ def _backward(
     return dq, dk, dv, dgain, ddecay, grad_prior
 
 
-def _backward_to_prior(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor | None,
-    log_decay: Tensor | None,
-    states: Tensor,
-    errors: Tensor,
-    inverses: Tensor,
-    scores: Tensor,
-    subtile_decays: Tensor,
-    rows: Tensor | None,
-    grad_mean: Tensor,
-    grad_final: Tensor | None,
-    corrects: bool,
-    no_prior: bool,
-) -> tuple[Tensor]:
+def _backward_to_prior(*inputs):
+    """Return the gradient of the prior alone, given the arguments of `_backward`."""
     from kalmix.ops._linear_memory.triton.backward import backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
-    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
+    q, k, v, gain, log_decay, *stored, rows, grad_mean, grad_final, corrects, _ = inputs
+    results = ForwardResults(grad_mean, *stored)
     tiling, grad_final = _tiling(v, rows, q), _zero_if_unpacked(grad_final, k, v, rows)
-    return (backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, None),)
+    return (backward(q, k, v, gain, log_decay, results, tiling, grad_mean, grad_final, corrects, None),)
 
 
 @with_launch_cache
