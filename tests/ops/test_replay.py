@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 
 from triton import knobs
 
+from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.triton import compile_and_launch, replay
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_cached, launch_on_side_stream
 from kalmix.ops._shared.triton.replay import Replay
@@ -103,6 +104,22 @@ def test_scratch_shares_one_allocation(monkeypatch):
     for _ in range(3):
         launch_cached(function, x)
     assert all(isinstance(y, torch.Tensor) for y in addresses[-1])
+
+
+def test_replay_makes_its_own_zeros():
+    """Custom ops use `zeros` in functions that are replayed, and calls in CUDA graphs share no memory."""
+    memories = []
+
+    def function(x):
+        return zeros((*x.shape, 3), x.device)
+
+    for _ in range(4):
+        result = launch_cached(function, torch.ones(2))
+        assert result.shape == (2, 3) and not result.any()
+        memories.append(result)
+        result.untyped_storage().fill_(1)
+    assert is_replayed()
+    assert len({x.data_ptr() for x in memories}) == 4
 
 
 def test_a_call_with_another_cached_call_inside_is_not_replayed():

@@ -182,30 +182,47 @@ def test_dry_run_compiles_every_launched_kernel(log, monkeypatch, op, decay, wid
     assert compiled == launched
 
 
+def run_packed(op, inputs, rows):
+    """Call an op without gradients on packed queries, keys and values `[B, T, 2, 5]`."""
+    segments, count = Segments.of(torch.tensor(rows)), len(rows)
+    ones = torch.ones(inputs[2].shape[:3])
+    if op == "dense":
+        belief = DenseBelief(torch.zeros(count, 2, 5, 5), torch.eye(5).expand(count, 2, 5, 5))
+        fused.dense(DenseSignals(*inputs, ones, ones, -ones, None), belief, segments, False)
+    elif op == "diagonal":
+        cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, count, 2, 5, 5))
+        signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
+        diagonal(signals, belief, segments, False)
+    elif op == "ridge":
+        belief = RidgeBelief(*torch.zeros(2, count, 2, 5, 5))
+        ridge(RidgeSignals(*inputs, -ones, ones, None), belief, segments, False, Adaptive(0.1), Chebyshev(3))
+    elif op == "attend":
+        belief = empty_belief(inputs[2], SIZES | {"N": count})
+        attend(attend_signals(*(x[..., :4] for x in inputs)), belief, segments, False)
+    else:
+        belief = PointBelief(torch.zeros(count, 2, 5, 5))
+        filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")
+
+
 @pytest.mark.parametrize("op", ["additive", "attend", "delta", "dense", "diagonal", "ridge"])
 def test_packed_sequences_of_other_lengths_reuse_cached_launches(log, monkeypatch, op):
     """Integers that Triton compiles for must not depend on values of tensors."""
     monkeypatch.setattr(compile_and_launch, "_compile", lambda step: None)
     monkeypatch.setattr(compile_and_launch, "_launch", lambda step: log.append(("looked up",)) or (Binary(log), ()))
     inputs = [torch.zeros(2, 100, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
-    ones = torch.ones(2, 100, 2)
     for stops, expected in ((17, 83, 100), {"looked up"}), ((16, 96, 97), {"launched cached"}):
-        rows = [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]]
-        segments = Segments.of(torch.tensor(rows))
-        if op == "dense":
-            belief = DenseBelief(torch.zeros(3, 2, 5, 5), torch.eye(5).expand(3, 2, 5, 5))
-            fused.dense(DenseSignals(*inputs, ones, ones, -ones, None), belief, segments, False)
-        elif op == "diagonal":
-            cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, 3, 2, 5, 5))
-            signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
-            diagonal(signals, belief, segments, False)
-        elif op == "ridge":
-            belief = RidgeBelief(*torch.zeros(2, 3, 2, 5, 5))
-            ridge(RidgeSignals(*inputs, -ones, ones, None), belief, segments, False, Adaptive(0.1), Chebyshev(3))
-        elif op == "attend":
-            attend(attend_signals(*(x[..., :4] for x in inputs)), empty_belief(inputs[2], SIZES), segments, False)
-        else:
-            belief = PointBelief(torch.zeros(3, 2, 5, 5))
-            filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")
+        run_packed(op, inputs, [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]])
         assert {kind for kind, *_ in log} == expected
         log.clear()
+
+
+@pytest.mark.parametrize("op", ["delta", "dense", "ridge"])
+def test_packed_calls_of_one_size_class_are_precompiled_for_each_tile_size(log, monkeypatch, op):
+    compiled = []
+    monkeypatch.setattr(compile_and_launch, "_compile", lambda step: compiled.append(step.options.get("SIZE")))
+    monkeypatch.setattr(compile_and_launch, "_launch", lambda step: (None, ()))
+    for length, sequences, sizes in ((128, 3, {32}), (66, 4, {16}), (120, 3, set())):
+        inputs = [torch.zeros(1, length, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
+        run_packed(op, inputs, [[0, 16 * i, 16 * i + 16] for i in range(sequences)])
+        assert set(compiled) - {None} == sizes
+        compiled.clear()

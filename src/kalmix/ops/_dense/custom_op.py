@@ -254,7 +254,11 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::dense_triton",
-    with_launch_cache(_forward, _dry_run),
+    with_launch_cache(
+        _forward,
+        _dry_run,
+        lambda q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, *_: tile_size(v, rows),
+    ),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

@@ -137,27 +137,15 @@ def _backward_fake(*inputs):
     return *(x.new_empty(x.shape) for x in signals), *priors
 
 
-def _backward_to_prior(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    precision: Tensor,
-    log_decay: Tensor,
-    process_noise: Tensor,
-    stored: Tensor,
-    rows: Tensor | None,
-    grad_mean: Tensor,
-    grad_var: Tensor | None,
-    grad_final_mean: Tensor,
-    grad_final_var: Tensor,
-    cuda: bool,
-    no_prior: bool,
-) -> tuple[Tensor, Tensor]:
+def _backward_to_prior(*inputs):
+    """Return the gradients of the prior alone, given the arguments of `_backward`."""
     from kalmix.ops._diagonal.triton.backward import backward_to_prior
 
+    *signals, stored, rows, grad_mean, grad_var, grad_final_mean, grad_final_var, _cuda, _no_prior = inputs
     segments = None if rows is None else segments_without_checks(rows)
     grads = (grad_mean, grad_var, grad_final_mean, grad_final_var)
-    return backward_to_prior(q, k, v, precision, log_decay, process_noise, stored, segments, *grads)
+    arguments: tuple[Any, ...] = (*signals, stored, segments, *grads)
+    return backward_to_prior(*arguments)
 
 
 _filter = register_filter_op(

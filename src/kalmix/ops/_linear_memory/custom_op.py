@@ -153,12 +153,11 @@ def _forward(
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
-    *signals, prior, rows, corrects, store, no_prior = inputs
+    *signals, _, rows, corrects, store, no_prior = inputs
     mean, _, *stored = _forward(*inputs)
-    grad_final = prior.new_zeros(()).expand(prior.shape) if rows is None else None
-    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, grad_final, corrects, no_prior)
+    arguments: tuple[Any, ...] = (*signals, *stored, rows, mean, None, corrects, no_prior)
     if store:
-        _launch_backward(*arguments)
+        _backward(*arguments)
 
 
 def _backward_fake(*inputs):
@@ -169,28 +168,6 @@ def _backward_fake(*inputs):
     return *grads, v.new_empty(prior, dtype=torch.float32)
 
 
-def _backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor | None,
-    log_decay: Tensor | None,
-    states: Tensor,
-    errors: Tensor,
-    inverses: Tensor,
-    scores: Tensor,
-    subtile_decays: Tensor,
-    rows: Tensor | None,
-    grad_mean: Tensor,
-    grad_final: Tensor | None,
-    corrects: bool,
-    no_prior: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    signals, stored = (q, k, v, gain, log_decay), (states, errors, inverses, scores, subtile_decays)
-    grad_final = _zero_if_unpacked(grad_final, k, v, rows)
-    return _cached_backward(*signals, *stored, rows, grad_mean, grad_final, corrects, no_prior)
-
-
 def _zero_if_unpacked(grad_final: Tensor | None, k: Tensor, v: Tensor, rows: Tensor | None) -> Tensor | None:
     """Return the gradient of the final memories; zeros for `None`, unless sequences are packed."""
     if grad_final is not None or rows is not None:
@@ -198,7 +175,7 @@ def _zero_if_unpacked(grad_final: Tensor | None, k: Tensor, v: Tensor, rows: Ten
     return zeros((v.shape[0], v.shape[2], k.shape[3], v.shape[3]), v.device)
 
 
-def _launch_backward(
+def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -220,7 +197,7 @@ def _launch_backward(
 
     # The gradient is in place of the mean, which is not needed.
     stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
-    tiling = _tiling(v, rows, q)
+    tiling, grad_final = _tiling(v, rows, q), _zero_if_unpacked(grad_final, k, v, rows)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
     arguments = (stored, tiling, grad_mean, grad_final, corrects, grads)
     grad_prior = backward(q, k, v, gain, log_decay, *arguments, no_prior=no_prior)
@@ -228,32 +205,15 @@ def _launch_backward(
     return dq, dk, dv, dgain, ddecay, grad_prior
 
 
-_cached_backward = with_launch_cache(_launch_backward)
-
-
-def _backward_to_prior(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    gain: Tensor | None,
-    log_decay: Tensor | None,
-    states: Tensor,
-    errors: Tensor,
-    inverses: Tensor,
-    scores: Tensor,
-    subtile_decays: Tensor,
-    rows: Tensor | None,
-    grad_mean: Tensor,
-    grad_final: Tensor | None,
-    corrects: bool,
-    no_prior: bool,
-) -> tuple[Tensor]:
+def _backward_to_prior(*inputs):
+    """Return the gradient of the prior alone, given the arguments of `_backward`."""
     from kalmix.ops._linear_memory.triton.backward import backward
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
-    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
+    q, k, v, gain, log_decay, *stored, rows, grad_mean, grad_final, corrects, _ = inputs
+    results = ForwardResults(grad_mean, *stored)
     tiling, grad_final = _tiling(v, rows, q), _zero_if_unpacked(grad_final, k, v, rows)
-    return (backward(q, k, v, gain, log_decay, stored, tiling, grad_mean, grad_final, corrects, None),)
+    return (backward(q, k, v, gain, log_decay, results, tiling, grad_mean, grad_final, corrects, None),)
 
 
 @with_launch_cache
@@ -274,9 +234,9 @@ def _final_memory(
 
 _filter = register_filter_op(
     "kalmix::memory_triton",
-    with_launch_cache(_forward, _dry_run),
+    with_launch_cache(_forward, _dry_run, lambda q, k, v, gain, log_decay, prior, rows, *_: tile_size(v, rows)),
     _forward_fake,
-    _backward,
+    with_launch_cache(_backward),
     outputs=2,
     kernel="kernel 'triton' of `additive` and `delta`",
     prior=with_launch_cache(_backward_to_prior),

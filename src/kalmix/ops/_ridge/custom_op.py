@@ -88,13 +88,12 @@ def _forward(
 
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
-    *signals, cross, gram, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, no_prior = inputs
+    *signals, _, _, rows, adaptive, ridge_parameter, conjugate, iterations, needs_gradient, no_prior = inputs
     mean, _variance, _cross, _gram, *saved = _forward(*inputs)
+    grads, options = (mean, None, None, None), (adaptive, ridge_parameter, conjugate, iterations, no_prior)
+    arguments: tuple[Any, ...] = (*signals, *saved, rows, *grads, *options)
     if needs_gradient:
-        zero, options = cross.new_zeros(()), (adaptive, ridge_parameter, conjugate, iterations)
-        final_grads = (None, None) if rows is not None else (zero.expand(cross.shape), zero.expand(gram.shape))
-        grads = (mean, None, *final_grads)
-        _launch_backward(*signals, *saved, rows, *grads, *options, tile_size(signals[1], rows), no_prior)
+        _backward(*arguments)
 
 
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
@@ -135,6 +134,8 @@ def _backward(
     iterations: int,
     no_prior: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    from kalmix.ops._ridge.triton.backward import backward
+
     if rows is None or grad_cross is not None or grad_gram is not None:
         memories = v.shape[0] if rows is None else rows.shape[0], v.shape[2], k.shape[3]
         grad_cross, grad_gram = (
@@ -143,23 +144,16 @@ def _backward(
         )
     saved, grads = (solution, norms, grams, crosses), (grad_mean, grad_variance, grad_cross, grad_gram)
     options = (adaptive, ridge_parameter, conjugate, iterations, tile_size(k, rows), no_prior)
-    return _cached_backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options)
-
-
-def _launch_backward(q: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
-    from kalmix.ops._ridge.triton.backward import backward
-
-    return backward(q, *inputs)
-
-
-_cached_backward = with_launch_cache(_launch_backward)
+    return backward(q, k, v, log_decay, gain, mix, *saved, rows, *grads, *options)
 
 
 _filter = register_filter_op(
     "kalmix::ridge_triton",
-    with_launch_cache(_forward, _dry_run),
+    with_launch_cache(
+        _forward, _dry_run, lambda q, k, v, log_decay, gain, mix, cross, gram, rows, *_: tile_size(k, rows)
+    ),
     _forward_fake,
-    _backward,
+    with_launch_cache(_backward),
     outputs=4,
     kernel="kernel 'triton' of `ridge`",
     backward_fake=_backward_fake,

@@ -331,13 +331,16 @@ def needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
-def with_launch_cache(function: Function, dry_run: Function | None = None) -> Function:
+def with_launch_cache(
+    function: Function, dry_run: Function | None = None, tile_size: Callable[..., int] | None = None
+) -> Function:
     """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`.
 
     Args:
         function: launches kernels; its first argument is a tensor on their device.
         dry_run: takes the arguments of `function`, and calls both the forward and the backward pass. The first call of
-            each size class compiles its kernels in parallel.
+            each size class compiles its kernels in parallel; see `precompile`.
+        tile_size: see `launch_cached`.
     """
 
     @wraps(function)
@@ -346,8 +349,8 @@ def with_launch_cache(function: Function, dry_run: Function | None = None) -> Fu
 
         device = inputs[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            return launch_cached(function, *inputs, dry_run=dry_run)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size=tile_size)
         with torch.cuda.device(device):
-            return launch_cached(function, *inputs, dry_run=dry_run)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size=tile_size)
 
     return run

@@ -217,13 +217,7 @@ def backward(
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
     like = {"dtype": torch.float32, "device": v.device}
     kinds = [x.dtype for x in (q, k, log_decay, process_noise)]
-    q, k, v, precision, grad_mean = (
-        contiguous_rows(q),
-        contiguous_rows(k),
-        contiguous_rows(v),
-        contiguous_rows(precision),
-        contiguous_rows(grad_mean),
-    )
+    q, k, v, precision, grad_mean = (contiguous_rows(x) for x in (q, k, v, precision, grad_mean))
     variance = grad_var is not None
     grad_var = contiguous_rows(grad_var) if grad_var is not None else grad_mean
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()

@@ -312,12 +312,7 @@ def forward(
     `cuda/forward.cu` in place of `_read_out`.
     """
     (batch, length, heads, channels), (shared, slots) = v.shape, q.shape[2:]
-    q, k, v, precision = (
-        contiguous_rows(q),
-        contiguous_rows(k),
-        contiguous_rows(v),
-        contiguous_rows(precision),
-    )
+    q, k, v, precision = (contiguous_rows(x) for x in (q, k, v, precision))
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
     blocks = -(-channels // size)

@@ -86,23 +86,29 @@ def _high_priority_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def precompile(function: Callable[..., object], *arguments: Any) -> None:
+def precompile(function: Callable[..., object], *arguments: Any, tile_size: int | None = None) -> None:
     """Call `function` as a dry run that compiles all kernels it would launch, unless a similar call has done so.
 
     Calls are similar if their tensors agree in dtype, in all sizes from the third on, and in the first two sizes
-    rounded up to powers of two, and if all other arguments are equal. In a dry run, `function` is called in any case.
+    rounded up to powers of two, and if all other arguments and `tile_size` are equal. In a dry run, `function` is
+    called in any case.
     """
     if is_dry_run():
         function(*arguments)
         return
-    key = (function, *(_size_class(x) if isinstance(x, Tensor) else x for x in arguments))
+    key = (function, tile_size, *(_size_class(x) if isinstance(x, Tensor) else x for x in arguments))
     if key not in _PRECOMPILED and not knobs.runtime.interpret:
         with _compilation():
             function(*arguments)
         _PRECOMPILED.add(key)
 
 
-def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callable[..., object] | None = None) -> Any:
+def launch_cached(
+    function: Callable[..., Any],
+    *arguments: Any,
+    dry_run: Callable[..., object] | None = None,
+    tile_size: Callable[..., int] | None = None,
+) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
     Two calls have the same layout if their tensors agree in dtype, shape, strides and address modulo 16, if the same
@@ -115,6 +121,8 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
         function: launches kernels.
         arguments: its arguments: tensors, lists of tensors, and values that can be hashed.
         dry_run: function to precompile before the first call of a layout; see `precompile`.
+        tile_size: returns the tokens per tile, given the arguments. Required if it may differ between calls whose
+            tensors are similar for `precompile`.
     """
     if knobs.runtime.interpret or is_dry_run():
         return function(*arguments)
@@ -129,7 +137,7 @@ def launch_cached(function: Callable[..., Any], *arguments: Any, dry_run: Callab
             return function(*arguments)
         return cached(tensors, driver.active.get_current_stream(layout[1]) if cached.uses_stream else None)
     if cached is None and dry_run is not None:
-        precompile(dry_run, *arguments)
+        precompile(dry_run, *arguments, tile_size=None if tile_size is None else tile_size(*arguments))
     records = cached is not None and cached.may_be_recorded and not _has_hooks()
     recorder = Recorder(tensors) if records else None
     outer = _LAUNCHER.get()
