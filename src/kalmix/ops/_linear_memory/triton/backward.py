@@ -32,6 +32,8 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 UNFOLD_KEYS = 128  # keys of a program
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
+MODERATE_KEYS = 32
+MODERATE_OPTIONS = {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
 
 
 class Gradients(NamedTuple):
@@ -61,6 +63,11 @@ class Gradients(NamedTuple):
         return Gradients(dq.to(q.dtype), dk.to(q.dtype), self.v, *reduced)
 
 
+def _unfold_keys(dtype: torch.dtype) -> int:
+    """Return the keys of a program of `unfold_decays`, which stores a partial gradient of gains."""
+    return MODERATE_KEYS if dtype == torch.bfloat16 else UNFOLD_KEYS
+
+
 def _sum_parts(x: Tensor) -> Tensor:
     """Sum over the first axis; a single part is returned without a copy."""
     return x[0] if x.shape[0] == 1 else x.sum(0)
@@ -73,7 +80,7 @@ def allocate_gradients(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Ten
     dq, dk = (tokens(shape, dtype=q.dtype if v.shape[2] == q.shape[2] else torch.float32, **like) for _ in range(2))
     dv, dgain, ddecay = tokens(v.shape, dtype=v.dtype, **like), torch.empty(0, **exact), torch.empty(0, **exact)
     per_key = log_decay is not None and log_decay.ndim == 4
-    blocks = -(-shape[3] // (UNFOLD_KEYS if per_key else BLOCK))
+    blocks = -(-shape[3] // (_unfold_keys(v.dtype) if per_key else BLOCK))
     if gain is not None:
         dgain = tokens(shape, dtype=gain.dtype, **like) if gain.ndim == 4 else tokens(blocks, *shape[:3], **exact)
     if log_decay is not None:
@@ -180,12 +187,18 @@ def backward(
             contiguous_rows(k),
             contiguous_rows(gain) if s.vector_gains else contiguous_rows(k),
         )
-        Launch(unfold_decays, (tiling.num_tiles * (size // SUBTILE), heads, -(-keys // UNFOLD_KEYS)), (
-            *inputs, s.gain, s.log_decay, *s.subtiles, *folded_grads, decay_grads, dscores, dcorrections,
-            dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
-            *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
-        ), {
-            "KEYS": UNFOLD_KEYS, "GAINS": s.scalar_gains, "VECTOR": s.vector_gains, **per_key_sizes(s.sizes, corrects),
-            **per_key_options(UNFOLD_OPTIONS, keys, v),
-        }).run()  # fmt: skip
+        options = per_key_sizes(s.sizes, corrects) | {"GAINS": s.scalar_gains, "VECTOR": s.vector_gains}
+        kinds = {"any": (UNFOLD_KEYS, per_key_options(UNFOLD_OPTIONS, keys, v))}
+        if v.dtype == torch.bfloat16:
+            kinds = {"moderate": (MODERATE_KEYS, MODERATE_OPTIONS), "strong": kinds["any"]}
+        for kind, (program_keys, kind_options) in kinds.items():
+            parts = -(-keys // program_keys)
+            Launch(unfold_decays, (tiling.num_tiles * (size // SUBTILE) * parts, heads), (
+                *inputs, s.gain, s.log_decay, *s.subtiles, *folded_grads, decay_grads, dscores, dcorrections,
+                dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
+                *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
+            ), {
+                "DECAYS": kind, "KEYS": program_keys, "SUMS": program_keys // _unfold_keys(v.dtype),
+                **options, **kind_options,
+            }).run()  # fmt: skip
     return grad_prior

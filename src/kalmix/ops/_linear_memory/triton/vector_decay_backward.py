@@ -28,14 +28,17 @@ from kalmix.ops._shared.triton.tiles import (
     num_levels,
 )
 
+MODERATE_LOG2 = tl.constexpr(-120.0)
+MODERATE_DECAY = tl.constexpr(2.0**-120)
+DECISION_KEYS = tl.constexpr(128)  # keys of a group; one kernel computes the gradients of all of them
+
 
 @triton.jit
-def decay_columns(terms, ones, PRECISION: tl.constexpr):
-    """Return the decay of `decay_rows` as `[keys, SUBTILE]`, for a mask of bfloat16 ones and zeros `[t, i]`."""
-    total = matmul(terms[0], tl.trans(ones), PRECISION)
-    for i in tl.static_range(1, len(terms)):
-        total = matmul(terms[i], tl.trans(ones), PRECISION, total)
-    return tl.exp2(total)
+def sum_columns(terms, weights, PRECISION: tl.constexpr, total=None):
+    """Return sums over i of terms `[keys, i]`, times bfloat16 weights `[t, i]`, as `[keys, t]`; added to `total`."""
+    for i in tl.static_range(len(terms)):
+        total = matmul(terms[i], tl.trans(weights), PRECISION, total)
+    return total
 
 
 @triton.jit
@@ -199,33 +202,123 @@ def subtile_gradients(
     return grad_query, grad_key, grad_write, shared_grad
 
 
+@triton.jit
+def gradients_by_level(
+    query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score_pairs, correction_pairs, level_ones,
+    before, after, DTYPE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return gradients `[keys, SUBTILE]` of queries, keys, writes and log-decays, given those of `fold_decays`.
+
+    A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
+    upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
+    products of gradients and writes before its token.
+    """
+    decay = tl.exp2(sum_columns(terms, before, PRECISION))
+    read_grads = decay * grad_in
+    grad_query = read_grads + diagonal * write
+    products = query * read_grads
+    grad_key = tl.zeros(query.shape, tl.float32)
+    if CORRECTS:
+        grad_key = decay * grad_key_in
+        products += key_rows * grad_key
+    grad_decay = matmul(products.to(DTYPE), before.to(DTYPE), PRECISION)
+    decay = tl.exp2(sum_columns(terms, after, PRECISION))
+    write_grads = decay * grad_out
+    grad_write = write_grads + diagonal * query
+    grad_decay = matmul((write * write_grads).to(DTYPE), after.to(DTYPE), PRECISION, grad_decay)
+    for level in tl.static_range(num_levels(SUBTILE)):
+        decay = tl.exp2(sum_columns(terms, level_ones[level], PRECISION))
+        decayed_writes, decayed_reads = write * decay, query * decay
+        read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(score_pairs[level]), PRECISION)
+        grad_query += read_grads * decay
+        products = decayed_reads * read_grads
+        write_grads = matmul(decayed_reads.to(DTYPE), score_pairs[level], PRECISION)
+        if CORRECTS:
+            decayed_reads = key_rows * decay
+            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(correction_pairs[level]), PRECISION)
+            grad_key += read_grads * decay
+            products += decayed_reads * read_grads
+            write_grads = matmul(decayed_reads.to(DTYPE), correction_pairs[level], PRECISION, write_grads)
+        grad_write += write_grads * decay
+        products += decayed_writes * write_grads
+        grad_decay = matmul(products.to(DTYPE), level_ones[level].to(DTYPE), PRECISION, grad_decay)
+    return grad_query, grad_key, grad_write, grad_decay
+
+
+@triton.jit
+def gradients_of_moderate(
+    query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction, edge_decay,
+    before, after, DTYPE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Return the gradients of `gradients_by_level` if all decays over the subtile are moderate.
+
+    `score` and `correction` are the gradients of pairs s < t, zeros elsewhere. `edge_decay` `[keys]` is the square root
+    of the decay over the subtile.
+
+    A log-decay gets, through the pairs that it lies between, the products of reads and their gradients from its token
+    on, minus those of writes: pairs on one side of it cancel. They do so up to rounding in float32, because both
+    products use the same rounded reads and writes, and their sum is split before it is summed over tokens.
+    """
+    half = sum_columns(terms, (before.to(tl.float32) - 0.5).to(tl.bfloat16), PRECISION)
+    read_decay, write_decay = tl.exp2(half), tl.exp2(-half)
+    reads, writes = (query * read_decay).to(DTYPE), (write * write_decay).to(DTYPE)
+    read_grads = edge_decay[:, None] * grad_in + matmul(writes, tl.trans(score), PRECISION)
+    grad_query = read_decay * read_grads + diagonal * write
+    products = reads.to(tl.float32) * read_grads
+    write_grads = matmul(reads, score, PRECISION)
+    grad_key = tl.zeros(query.shape, tl.float32)
+    if CORRECTS:
+        reads = (key_rows * read_decay).to(DTYPE)
+        read_grads = edge_decay[:, None] * grad_key_in + matmul(writes, tl.trans(correction), PRECISION)
+        grad_key = read_decay * read_grads
+        products += reads.to(tl.float32) * read_grads
+        write_grads = matmul(reads, correction, PRECISION, write_grads)
+    products -= writes.to(tl.float32) * write_grads
+    edge_grads = edge_decay[:, None] * grad_out
+    grad_write = write_decay * (edge_grads + write_grads) + diagonal * query
+    grad_decay = matmul((writes.to(tl.float32) * edge_grads).to(DTYPE), after.to(DTYPE), PRECISION)
+    grad_decay = sum_columns(split_into_bf16(products, DTYPE), tl.trans(before), PRECISION, grad_decay)
+    return grad_query, grad_key, grad_write, grad_decay
+
+
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
 def unfold_decays(
     q, k, writes, gain, log_decay, subtile_q, subtile_k, subtile_w, subtile_decays,
     grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
-    GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr, DECAYS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of a subtile, for KEYS keys at most, given those of q~, k~ and w^ of its tile, S and N.
 
     First compute the gradients of the results of `fold_decays`: through q~, k~ and w^ of the tile, and through near and
-    far pairs of tokens.
+    far pairs of tokens. `common_grad` is the gradient that all log-decays of the subtile share, through the decay of
+    the whole subtile; the gradients of pairs on either side of the subtile are added to it.
 
-    A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
-    upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
-    products of gradients and writes before its token. `common_grad` is the gradient that all log-decays of the subtile
-    share, through the decay of the whole subtile; the gradients of pairs on either side of the subtile are added to it.
+    DECAYS is "any", or the kind of decays that the program handles: if all keys of its group of `DECISION_KEYS` decay by
+    at least `MODERATE_DECAY` over the subtile, "moderate", otherwise "strong". It stores nothing if its decays are of
+    the other kind. Two kernels take fewer registers for the common kind than one with a branch.
+
+    Programs of neighbouring keys run at the same time, because they read neighbouring parts of the same rows. SUMS is
+    the number of partial gradients of gains that belong to KEYS keys; all but the first are zeros.
     """
-    head, part = tl.program_id(1), tl.program_id(2)
+    PARTS: tl.constexpr = (K + KEYS - 1) // KEYS
     SUBTILES: tl.constexpr = SIZE // SUBTILE
-    index, subtile = (tl.program_id(0) // SUBTILES).to(tl.int64), tl.program_id(0) % SUBTILES
+    position, part, head = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    index, subtile = (position // SUBTILES).to(tl.int64), position % SUBTILES
     token, tile_count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     start = subtile * SUBTILE
     count = tl.minimum(tile_count - start, SUBTILE)
     if count <= 0:
         return
+    at_decays = (position.to(tl.int64) * G + head) * K
+    if DECAYS != "any":
+        key = part * KEYS // DECISION_KEYS * DECISION_KEYS + tl.arange(0, DECISION_KEYS)
+        smallest = tl.min(tl.load(subtile_decays + at_decays + key, mask=key < K, other=1.0), 0)
+        if (smallest >= MODERATE_DECAY) != (DECAYS == "moderate"):
+            return
     DTYPE: tl.constexpr = grad_q_in.dtype.element_ty
     tile_row = token * G + head
     token += start
@@ -242,10 +335,13 @@ def unfold_decays(
     correction = score
     if CORRECTS:
         correction = load_rows(corrections_at, G * SIZE, count, s, SUBTILE, SUBTILE)
-    for level in tl.static_range(num_levels(SUBTILE)):
-        score_pairs += (tl.where(distance >> level == 1, score, 0.0),)
-        correction_pairs += (tl.where(distance >> level == 1, correction, 0.0),)
-        level_ones += (mask_to_bf16(to_middle_mask(level)),)
+    if DECAYS == "moderate":
+        score = tl.where(s[:, None] > s[None, :], score, 0.0)
+    else:
+        for level in tl.static_range(num_levels(SUBTILE)):
+            score_pairs += (tl.where(distance >> level == 1, score, 0.0),)
+            correction_pairs += (tl.where(distance >> level == 1, correction, 0.0),)
+            level_ones += (mask_to_bf16(to_middle_mask(level)),)
     before, after = mask_to_bf16(s[:, None] >= s[None, :]), mask_to_bf16(s[:, None] < s[None, :])
     diagonal = tl.load(scores + s * (G * SIZE + 1), mask=s < count, other=0.0).to(tl.float32)[None, :]
     strength = 1.0
@@ -264,9 +360,7 @@ def unfold_decays(
         write = plain_write * strength
         each = load_rows_transposed(log_decay, d_token, count, key, K, SUBTILE).to(tl.float32)
         terms = split_into_bf16(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, DTYPE)
-        shared_grad = tl.load(
-            common_grad + (tl.program_id(0).to(tl.int64) * G + head) * K + key, mask=key < K, other=0.0
-        )
+        shared_grad = tl.load(common_grad + at_decays + key, mask=key < K, other=0.0)
         grad_in = load_rows_transposed(grad_q_in + row * K, G * K, count, key, K, SUBTILE).to(tl.float32)
         grad_key_in = grad_in
         if CORRECTS:
@@ -279,35 +373,17 @@ def unfold_decays(
                 dscores + tile_row * SIZE, dcorrections + tile_row * SIZE, subtile, tile_count, key, G,
                 K, SIZE, CORRECTS, PRECISION,
             )  # fmt: skip
-        decay = decay_columns(terms, before, PRECISION)
-        read_grads = decay * grad_in
-        grad_query = read_grads + diagonal * write
-        products = query * read_grads
-        grad_key = tl.zeros([BLOCK, SUBTILE], tl.float32)
-        if CORRECTS:
-            grad_key = decay * grad_key_in
-            products += key_rows * grad_key
-        grad_decay = matmul(products.to(DTYPE), before.to(DTYPE), PRECISION)
-        decay = decay_columns(terms, after, PRECISION)
-        write_grads = decay * grad_out
-        grad_write = write_grads + diagonal * query
-        grad_decay = matmul((write * write_grads).to(DTYPE), after.to(DTYPE), PRECISION, grad_decay)
-        for level in tl.static_range(num_levels(SUBTILE)):
-            decay = decay_columns(terms, level_ones[level], PRECISION)
-            decayed_writes, decayed_reads = write * decay, query * decay
-            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(score_pairs[level]), PRECISION)
-            grad_query += read_grads * decay
-            products = decayed_reads * read_grads
-            write_grads = matmul(decayed_reads.to(DTYPE), score_pairs[level], PRECISION)
-            if CORRECTS:
-                decayed_reads = key_rows * decay
-                read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(correction_pairs[level]), PRECISION)
-                grad_key += read_grads * decay
-                products += decayed_reads * read_grads
-                write_grads = matmul(decayed_reads.to(DTYPE), correction_pairs[level], PRECISION, write_grads)
-            grad_write += write_grads * decay
-            products += decayed_writes * write_grads
-            grad_decay = matmul(products.to(DTYPE), level_ones[level].to(DTYPE), PRECISION, grad_decay)
+        if DECAYS == "moderate":
+            edge_decay = tl.sqrt(tl.load(subtile_decays + at_decays + key, mask=key < K, other=1.0))
+            grad_query, grad_key, grad_write, grad_decay = gradients_of_moderate(
+                query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction,
+                edge_decay, before, after, DTYPE, CORRECTS, PRECISION,
+            )  # fmt: skip
+        else:
+            grad_query, grad_key, grad_write, grad_decay = gradients_by_level(
+                query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score_pairs, correction_pairs,
+                level_ones, before, after, DTYPE, CORRECTS, PRECISION,
+            )  # fmt: skip
         grad_decay += shared_grad[:, None]
         store_columns(dlog_decay + row * K, G * K, count, key, grad_decay, K, SUBTILE)
         store_columns(dq + row * K, G * K, count, key, grad_query, K, SUBTILE)
@@ -320,7 +396,11 @@ def unfold_decays(
             grad_key += grad_write
         store_columns(dk + row * K, G * K, count, key, grad_key, K, SUBTILE)
     if GAINS:
-        tl.store(dgain + part * tokens * G + row + s * G, tl.sum(gain_products, 0), mask=s < count)
+        at = dgain + part * SUMS * tokens * G + row + s * G
+        tl.store(at, tl.sum(gain_products, 0), mask=s < count)
+        for i in tl.static_range(1, SUMS):
+            exists = part * KEYS + i * (KEYS // SUMS) < K
+            tl.store(at + i * tokens * G, tl.zeros([SUBTILE], tl.float32), mask=(s < count) & exists)
 
 
 @triton.jit
