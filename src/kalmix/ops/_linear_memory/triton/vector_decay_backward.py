@@ -297,12 +297,12 @@ def unfold_decays(
     far pairs of tokens. `common_grad` is the gradient that all log-decays of the subtile share, through the decay of
     the whole subtile; the gradients of pairs on either side of the subtile are added to it.
 
-    DECAYS is "any", or the kind of decays that the program handles: if all keys of its group of `DECISION_KEYS` decay by
-    at least `MODERATE_DECAY` over the subtile, "moderate", otherwise "strong". It stores nothing if its decays are of
-    the other kind. Two kernels take fewer registers for the common kind than one with a branch.
+    DECAYS is "any", or the kind of decays that the program handles: "moderate" if all keys of its group of
+    `DECISION_KEYS` decay by at least `MODERATE_DECAY` over the subtile, otherwise "strong". It stores nothing if its
+    decays are of the other kind. Two kernels take fewer registers for the common kind than one with a branch.
 
     Programs of neighbouring keys run at the same time, because they read neighbouring parts of the same rows. SUMS is
-    the number of partial gradients of gains that belong to KEYS keys; all but the first are zeros.
+    the number of partial gradients of gains for KEYS keys; all but the first are zeros.
     """
     PARTS: tl.constexpr = (K + KEYS - 1) // KEYS
     SUBTILES: tl.constexpr = SIZE // SUBTILE
@@ -315,8 +315,8 @@ def unfold_decays(
         return
     at_decays = (position.to(tl.int64) * G + head) * K
     if DECAYS != "any":
-        key = part * KEYS // DECISION_KEYS * DECISION_KEYS + tl.arange(0, DECISION_KEYS)
-        smallest = tl.min(tl.load(subtile_decays + at_decays + key, mask=key < K, other=1.0), 0)
+        group = part * KEYS // DECISION_KEYS * DECISION_KEYS + tl.arange(0, DECISION_KEYS)
+        smallest = tl.min(tl.load(subtile_decays + at_decays + group, mask=group < K, other=1.0), 0)
         if (smallest >= MODERATE_DECAY) != (DECAYS == "moderate"):
             return
     DTYPE: tl.constexpr = grad_q_in.dtype.element_ty
