@@ -8,8 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from kalmix_bench.perf.host_lock import hold
+from kalmix_bench.perf.host_lock import first_call, hold
 
 
 class Holder:
@@ -63,3 +64,25 @@ def test_a_process_that_is_timed_does_not_wait_for_later_ones_that_prepare(holde
         timed.remove(now)
     assert later.held.wait(10)
     later.finish()
+
+
+def test_a_first_call_without_memory_is_repeated_alone(holder: Callable[..., Holder]) -> None:
+    other, events = holder(alone=False), []
+    assert other.held.wait(10)
+
+    def call() -> str:
+        events.append("call")
+        if len(events) == 1:
+            threading.Timer(0.1, other.end.set).start()  # the other process ends
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+        assert not other.thread.is_alive()
+        return "result"
+
+    assert first_call(call, lambda: events.append("free")) == "result"
+    assert events == ["call", "free", "call"]
+    with pytest.raises(torch.OutOfMemoryError):
+        first_call(_without_memory, lambda: None)
+
+
+def _without_memory() -> None:
+    raise torch.OutOfMemoryError("tried to allocate 9 GiB")

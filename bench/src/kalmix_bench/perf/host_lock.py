@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+Result = TypeVar("Result")
 
 
 @contextmanager
@@ -26,3 +31,22 @@ def hold(*, alone: bool) -> Iterator[None]:
         if not alone:
             fcntl.flock(queue, fcntl.LOCK_UN)
         yield
+
+
+def first_call(call: Callable[[], Result], free: Callable[[], object], *, alone: bool = False) -> Result:
+    """Return the result of a call that prepares; call again alone if other processes left too little GPU memory.
+
+    Args:
+        call: compiles, for example; it is not timed.
+        free: returns memory that no tensor uses to the GPU.
+        alone: whether to hold the machine alone from the beginning.
+    """
+    with hold(alone=alone):
+        try:
+            return call()
+        except torch.OutOfMemoryError:
+            if alone:
+                raise
+    with hold(alone=True):
+        free()
+        return call()

@@ -19,7 +19,7 @@ from kalmix.models import capture_decoding
 from kalmix.models.cache_name import cache_of
 from kalmix.models.captured_step import CudaGraph
 from kalmix_bench.perf.decode.protocol import DecodeCell
-from kalmix_bench.perf.host_lock import hold
+from kalmix_bench.perf.host_lock import first_call, hold
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.peers import has_fla
 from kalmix_bench.perf.row_status import row_or_reason
@@ -50,9 +50,7 @@ def _measure(cell: DecodeCell, device: torch.device, on_prepared: Callable[[], N
     with hold(alone=tuned):
         model = inference_model(cell, device)
         prompt = next(batches(word_tokens(cell.size.vocab_size), cell.size.seq_len, cell.size.batch_size, str(device)))
-        begin = time.perf_counter()
-        generate(model, prompt, cell)
-        first = time.perf_counter() - begin
+    first = first_call(partial(_seconds, model, prompt, cell), partial(_collect, device), alone=tuned)
     _collect(device)
     on_prepared()
     with hold(alone=True):
@@ -63,6 +61,13 @@ def _measure(cell: DecodeCell, device: torch.device, on_prepared: Callable[[], N
             "first_s": first,
             **_tokens(model, prompt, cell),
         }
+
+
+def _seconds(model: nn.Module, prompt: Tensor, cell: DecodeCell) -> float:
+    """Generate tokens; return the seconds."""
+    begin = time.perf_counter()
+    generate(model, prompt, cell)
+    return time.perf_counter() - begin
 
 
 def inference_model(cell: DecodeCell, device: torch.device) -> nn.Module:

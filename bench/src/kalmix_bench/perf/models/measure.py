@@ -6,6 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import cycle, islice, pairwise
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.models.optimizer import optimizer_groups
-from kalmix_bench.perf.host_lock import hold
+from kalmix_bench.perf.host_lock import first_call, hold
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import ModelCell, ModelSize
 from kalmix_bench.perf.peers import has_fla
@@ -119,11 +120,7 @@ def _measure(cell: ModelCell, device: torch.device, on_prepared: Callable[[], No
         with device:
             model = build(cell.model, cell.size).train()
         trainer = Trainer(model, tokens, cell.size, cell.mode)
-        first = _without_memory(trainer.one_step)
-    if first is None:  # another process needed the memory
-        with hold(alone=True):
-            _free(trainer)
-            first = trainer.one_step()
+    first = first_call(trainer.one_step, partial(_free, trainer), alone=tuned)
     _free(trainer)
     on_prepared()
     with hold(alone=True):
@@ -171,14 +168,6 @@ def _steps(trainer: Trainer, steps: int) -> dict[str, Any]:
         "peak_memory": peak,
         "step_memory": peak - held,
     }
-
-
-def _without_memory(call: Callable[[], float]) -> float | None:
-    """Return the result of a call, `None` if it ran out of GPU memory."""
-    try:
-        return call()
-    except torch.OutOfMemoryError:
-        return None
 
 
 def _free(trainer: Trainer) -> None:
