@@ -33,7 +33,7 @@ UNFOLD_KEYS = 128  # keys of a program
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
 MODERATE_KEYS = 32
-MODERATE_OPTIONS = {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
+MODERATE_OPTIONS = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
 
 
 class Gradients(NamedTuple):
