@@ -149,14 +149,29 @@ def _relative(path: Path) -> str:
 
 
 def decoding_table() -> str:
-    """Return the times of a generated token."""
-    path, rows = _model_rows("decode")[0]
+    """Return the times of a generated token, for each number and length of prompts."""
+    path = max(RESULTS.glob("*-decode/results.jsonl"))
+    found = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    sizes = sorted({(x["size"]["batch_size"], x["size"]["seq_len"]) for x in found})
+    rows: dict[tuple[str, str], dict[tuple[int, int], dict[str, Any]]] = {}
+    for row in found:
+        size = row["size"]["batch_size"], row["size"]["seq_len"]
+        rows.setdefault((row["model"], row["mode"]), {})[size] = row
+    head = [f"{batch} x {tokens:,}" for batch, tokens in sizes]
     table = [
-        "| model | cache | prompts | ms a token | GPU ms | kernels | prompt, ms |",
-        "|---|---|---|---|---|---|---|",
+        f"| model | cache | {' | '.join(head)} | state of a sequence, MiB |",
+        f"|---|---|{'---|' * len(sizes)}---|",
     ]
-    for (model, mode, batch, tokens), row in rows.items():
-        cells = [f"`{model}`", mode, f"{batch} x {tokens:,}", f"{row['ms']:.2f}", f"{row['gpu_ms']:.2f}"]
-        cells += [f"{row['kernels']:,}", f"{row['prefill_ms']:,.0f}"]
-        table.append(f"| {' | '.join(cells)} |")
+    for (model, mode), timed in rows.items():
+        cells = [_token(timed[size]) if size in timed else "" for size in sizes]
+        state = next((x["state_bytes"] for x in timed.values() if x["status"] == "ok"), 0)
+        table.append(f"| `{model}` | {mode} | {' | '.join(cells)} | {state / 2**20:.1f} |")
     return "\n".join(table) + f"\n\nSource: `{_relative(path)}`."
+
+
+def _token(row: dict[str, Any]) -> str:
+    """Return the milliseconds of a token, and in brackets those of the replayed graph and of the limit."""
+    if row["status"] != "ok":
+        return row["status"]
+    replay = f"{row['replay_ms']:.2f}, " if "replay_ms" in row else ""
+    return f"{row['ms']:.2f} ({replay}{row['memory_ms']:.2f})"
