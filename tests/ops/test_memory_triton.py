@@ -19,7 +19,7 @@ from kalmix.ops import OPS
 from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._linear_memory.custom_op import final_memory
-from kalmix.ops._linear_memory.triton.vector_decay_backward import MODERATE_LOG2
+from kalmix.ops._linear_memory.triton.vector_decay_pairs import MODERATE_DECAY
 from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
@@ -106,7 +106,7 @@ def test_complete_forgetting_loses_no_digits(decay, length, every, least):
 def mixed_decays(case, tokens, keys):
     """Return log-decays `[tokens, keys]` that are moderate in some blocks of 16 tokens, and strong in others."""
     noise = torch.rand(tokens, keys, generator=torch.Generator().manual_seed(1))
-    limit, token = MODERATE_LOG2.value * math.log(2), torch.arange(tokens)[:, None]
+    limit, token = math.log(MODERATE_DECAY.value), torch.arange(tokens)[:, None]
     odd_block = token // 16 % 2 == 1
     if case == "limit":
         each = torch.where(odd_block, limit - 0.02, limit + 0.02).expand_as(noise) / 16
@@ -125,7 +125,7 @@ def test_moderate_and_strong_decays_agree_in_one_sequence(op, gain, case):
     """In bfloat16, blocks of 16 tokens whose decays per key are all moderate need fewer products than others."""
     inputs, log_decay = arguments(gain, "key", 1, 52, (1, 1), 24, 4, None, HALF), mixed_decays(case, 52, 24)
     smallest = torch.stack([x.sum(0).min() for x in log_decay.split(16)])
-    assert (smallest / math.log(2) > MODERATE_LOG2.value).unique().numel() == 2, "both kinds occur"
+    assert (smallest > math.log(MODERATE_DECAY.value)).unique().numel() == 2, "both kinds occur"
     inputs["log_decay"] = log_decay[None, :, None].to(DEVICE)
     check(op, inputs)
 

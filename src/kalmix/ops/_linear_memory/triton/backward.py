@@ -29,7 +29,7 @@ from kalmix.ops._linear_memory.triton.vector_decay_backward import unfold_decays
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
-UNFOLD_KEYS = 128  # keys of a program
+UNFOLD_KEYS = 128  # keys of a program, or in bfloat16 of a group whose decays are all moderate, or not
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
 MODERATE_KEYS = 32
@@ -198,7 +198,7 @@ def backward(
                 dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
                 *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
             ), {
-                "DECAYS": kind, "KEYS": program_keys, "SUMS": program_keys // _unfold_keys(v.dtype),
-                **options, **kind_options,
+                "DECAYS": kind, "KEYS": program_keys, "GROUP_KEYS": UNFOLD_KEYS,
+                "SUMS": program_keys // _unfold_keys(v.dtype), **options, **kind_options,
             }).run()  # fmt: skip
     return grad_prior

@@ -17,6 +17,12 @@ from kalmix.ops._linear_memory.triton.vector_decay import (
     split_into_bf16,
     to_middle_mask,
 )
+from kalmix.ops._linear_memory.triton.vector_decay_pairs import (
+    MODERATE_DECAY,
+    gradients_by_level,
+    gradients_of_moderate,
+    mask_to_bf16,
+)
 from kalmix.ops._shared.triton.decay_products import MIN_LOG_DECAY
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
@@ -27,23 +33,6 @@ from kalmix.ops._shared.triton.tiles import (
     matmul,
     num_levels,
 )
-
-MODERATE_LOG2 = tl.constexpr(-120.0)
-MODERATE_DECAY = tl.constexpr(2.0**-120)
-DECISION_KEYS = tl.constexpr(128)  # keys of a group; one kernel computes the gradients of all of them
-
-
-@triton.jit
-def sum_columns(terms, weights, PRECISION: tl.constexpr, total=None):
-    """Return sums over i of terms `[keys, i]`, times bfloat16 weights `[t, i]`, as `[keys, t]`; added to `total`."""
-    for i in tl.static_range(len(terms)):
-        total = matmul(terms[i], tl.trans(weights), PRECISION, total)
-    return total
-
-
-@triton.jit
-def mask_to_bf16(mask):
-    return tl.where(mask, 1.0, 0.0).to(tl.bfloat16)
 
 
 @triton.jit
@@ -202,94 +191,15 @@ def subtile_gradients(
     return grad_query, grad_key, grad_write, shared_grad
 
 
-@triton.jit
-def gradients_by_level(
-    query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score_pairs, correction_pairs, level_ones,
-    before, after, DTYPE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return gradients `[keys, SUBTILE]` of queries, keys, writes and log-decays, given those of `fold_decays`.
-
-    A log-decay is part of every decay between a token before and a token after it. At each level, a log-decay in an
-    upper half gets the products of gradients and queries from its token to the end of the half, one in a lower half the
-    products of gradients and writes before its token.
-    """
-    decay = tl.exp2(sum_columns(terms, before, PRECISION))
-    read_grads = decay * grad_in
-    grad_query = read_grads + diagonal * write
-    products = query * read_grads
-    grad_key = tl.zeros(query.shape, tl.float32)
-    if CORRECTS:
-        grad_key = decay * grad_key_in
-        products += key_rows * grad_key
-    grad_decay = matmul(products.to(DTYPE), before.to(DTYPE), PRECISION)
-    decay = tl.exp2(sum_columns(terms, after, PRECISION))
-    write_grads = decay * grad_out
-    grad_write = write_grads + diagonal * query
-    grad_decay = matmul((write * write_grads).to(DTYPE), after.to(DTYPE), PRECISION, grad_decay)
-    for level in tl.static_range(num_levels(SUBTILE)):
-        decay = tl.exp2(sum_columns(terms, level_ones[level], PRECISION))
-        decayed_writes, decayed_reads = write * decay, query * decay
-        read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(score_pairs[level]), PRECISION)
-        grad_query += read_grads * decay
-        products = decayed_reads * read_grads
-        write_grads = matmul(decayed_reads.to(DTYPE), score_pairs[level], PRECISION)
-        if CORRECTS:
-            decayed_reads = key_rows * decay
-            read_grads = matmul(decayed_writes.to(DTYPE), tl.trans(correction_pairs[level]), PRECISION)
-            grad_key += read_grads * decay
-            products += decayed_reads * read_grads
-            write_grads = matmul(decayed_reads.to(DTYPE), correction_pairs[level], PRECISION, write_grads)
-        grad_write += write_grads * decay
-        products += decayed_writes * write_grads
-        grad_decay = matmul(products.to(DTYPE), level_ones[level].to(DTYPE), PRECISION, grad_decay)
-    return grad_query, grad_key, grad_write, grad_decay
-
-
-@triton.jit
-def gradients_of_moderate(
-    query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction, edge_decay,
-    before, after, DTYPE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Return the gradients of `gradients_by_level` if all decays over the subtile are moderate.
-
-    `score` and `correction` are the gradients of pairs s < t, zeros elsewhere. `edge_decay` `[keys]` is the square root
-    of the decay over the subtile.
-
-    A log-decay gets, through the pairs that it lies between, the products of reads and their gradients from its token
-    on, minus those of writes: pairs on one side of it cancel. They do so up to rounding in float32, because both
-    products use the same rounded reads and writes, and their sum is split before it is summed over tokens.
-    """
-    half = sum_columns(terms, (before.to(tl.float32) - 0.5).to(tl.bfloat16), PRECISION)
-    read_decay, write_decay = tl.exp2(half), tl.exp2(-half)
-    reads, writes = (query * read_decay).to(DTYPE), (write * write_decay).to(DTYPE)
-    read_grads = edge_decay[:, None] * grad_in + matmul(writes, tl.trans(score), PRECISION)
-    grad_query = read_decay * read_grads + diagonal * write
-    products = reads.to(tl.float32) * read_grads
-    write_grads = matmul(reads, score, PRECISION)
-    grad_key = tl.zeros(query.shape, tl.float32)
-    if CORRECTS:
-        reads = (key_rows * read_decay).to(DTYPE)
-        read_grads = edge_decay[:, None] * grad_key_in + matmul(writes, tl.trans(correction), PRECISION)
-        grad_key = read_decay * read_grads
-        products += reads.to(tl.float32) * read_grads
-        write_grads = matmul(reads, correction, PRECISION, write_grads)
-    products -= writes.to(tl.float32) * write_grads
-    edge_grads = edge_decay[:, None] * grad_out
-    grad_write = write_decay * (edge_grads + write_grads) + diagonal * query
-    grad_decay = matmul((writes.to(tl.float32) * edge_grads).to(DTYPE), after.to(DTYPE), PRECISION)
-    grad_decay = sum_columns(split_into_bf16(products, DTYPE), tl.trans(before), PRECISION, grad_decay)
-    return grad_query, grad_key, grad_write, grad_decay
-
-
 @triton.jit(do_not_specialize=[*UNSPECIALIZED, "tokens"])
 def unfold_decays(
     q, k, writes, gain, log_decay, subtile_q, subtile_k, subtile_w, subtile_decays,
     grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, SUMS: tl.constexpr, SIZE: tl.constexpr,
-    PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr, DECAYS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, GROUP_KEYS: tl.constexpr, SUMS: tl.constexpr,
+    SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
+    DECAYS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of a subtile, for KEYS keys at most, given those of q~, k~ and w^ of its tile, S and N.
 
@@ -297,9 +207,9 @@ def unfold_decays(
     far pairs of tokens. `common_grad` is the gradient that all log-decays of the subtile share, through the decay of
     the whole subtile; the gradients of pairs on either side of the subtile are added to it.
 
-    DECAYS is "any", or the kind of decays that the program handles: "moderate" if all keys of its group of
-    `DECISION_KEYS` decay by at least `MODERATE_DECAY` over the subtile, otherwise "strong". It stores nothing if its
-    decays are of the other kind. Two kernels take fewer registers for the common kind than one with a branch.
+    DECAYS is "any", or the kind of decays that the program handles: "moderate" if all keys of its group of GROUP_KEYS
+    decay by at least `MODERATE_DECAY` over the subtile, otherwise "strong". It stores nothing if its decays are of the
+    other kind. Two kernels take fewer registers for the common kind than one with a branch.
 
     Programs of neighbouring keys run at the same time, because they read neighbouring parts of the same rows. SUMS is
     the number of partial gradients of gains for KEYS keys; all but the first are zeros.
@@ -315,7 +225,7 @@ def unfold_decays(
         return
     at_decays = (position.to(tl.int64) * G + head) * K
     if DECAYS != "any":
-        group = part * KEYS // DECISION_KEYS * DECISION_KEYS + tl.arange(0, DECISION_KEYS)
+        group = part * KEYS // GROUP_KEYS * GROUP_KEYS + tl.arange(0, GROUP_KEYS)
         smallest = tl.min(tl.load(subtile_decays + at_decays + group, mask=group < K, other=1.0), 0)
         if (smallest >= MODERATE_DECAY) != (DECAYS == "moderate"):
             return
