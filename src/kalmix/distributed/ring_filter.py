@@ -131,7 +131,8 @@ class _RingFilter(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad_output: Tensor, grad_log_precision: Tensor, _: Any
     ) -> tuple[Tensor | None, ...]:
-        own, (block, others) = ctx.saved_tensors[:3], (ctx.saved_tensors[3:7], ctx.saved_tensors[7:])
+        saved = ctx.saved_tensors  # gradient checkpointing allows only one access
+        own, block, others = saved[:3], saved[3:7], saved[7:]
         head_params, key_frequency, value_frequency, *results = others
         config, variance, ring = ctx.options
         upstream = OutputGradients.of(grad_output, grad_log_precision, *results, variance=variance)

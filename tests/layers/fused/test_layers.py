@@ -7,7 +7,7 @@ import torch
 from forms import DEVICE, form
 
 from kalmix.layers import MIXERS
-from kalmix.models import LanguageModel
+from kalmix.models import KalmixConfig, KalmixForCausalLM, LanguageModel
 from kalmix.segments import Segments
 
 pytest.importorskip("triton")
@@ -50,3 +50,19 @@ def test_models_agree_on_both_forms():
             found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
     for eager, triton in zip(*found, strict=True):
         torch.testing.assert_close(triton, eager, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_triton_forms_allow_gradient_checkpointing(name):
+    torch.manual_seed(0)
+    spec = {"mixer": name, **LAYERS[name]}
+    model = KalmixForCausalLM(KalmixConfig(vocab_size=11, hidden_size=16, layers=[spec])).to(DEVICE).train()
+    tokens = torch.randint(11, (2, 6), device=DEVICE)
+    found = []
+    for _ in range(2):
+        with form("triton"):
+            loss = model(input_ids=tokens, labels=tokens).loss
+            found.append([loss, *torch.autograd.grad(loss, list(model.parameters()))])
+        model.gradient_checkpointing_enable()
+    for plain, checkpointed in zip(*found, strict=True):
+        torch.testing.assert_close(checkpointed, plain, rtol=1e-4, atol=1e-6)

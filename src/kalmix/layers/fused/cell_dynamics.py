@@ -111,8 +111,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 def _gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
     if all(grad is None for grad in grads):
         return (None,) * 4
-    rate, step, diffusion = _cell_dynamics_backward(*ctx.saved_tensors, *grads, ctx.zero_order_hold)
-    return rate, step, None if ctx.saved_tensors[2] is None else diffusion, None
+    saved = ctx.saved_tensors  # gradient checkpointing allows only one access
+    rate, step, diffusion = _cell_dynamics_backward(*saved, *grads, ctx.zero_order_hold)
+    return rate, step, None if saved[2] is None else diffusion, None
 
 
 def _differentiable_gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

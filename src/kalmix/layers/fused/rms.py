@@ -140,8 +140,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
     if grad is None:
         return (None,) * 8
-    gate = ctx.saved_tensors[1]
-    dx, dgate, dweight = _rms_norm_backward(*ctx.saved_tensors, grad, *ctx.options)
+    x, gate, weight = ctx.saved_tensors  # gradient checkpointing allows only one access
+    dx, dgate, dweight = _rms_norm_backward(x, gate, weight, grad, *ctx.options)
     return dx, None if gate is None else dgate, dweight, *[None] * 5
 
 

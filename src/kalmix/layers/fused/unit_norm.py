@@ -132,9 +132,9 @@ def _differentiable_gradients(
     ctx: Any, grad: Tensor | None, squares_grad: Tensor | None
 ) -> tuple[Tensor, None, None, None]:
     """Compute the gradient from both outputs, through which autograd reaches the input."""
-    y, squares = ctx.saved_tensors
+    saved, squares = ctx.saved_tensors  # gradient checkpointing allows only one access
     scale, eps, eps_on_length = ctx.options
-    y, square = y.float(), squares[..., None]
+    y, square = saved.float(), squares[..., None]
     if eps_on_length:
         length = torch.where(square > 0, square, 1).sqrt()
         inverse, slope = torch.where(square > 0, 1 / (length + eps), 1 / eps), 1 / length  # y is 0 where length is 0
@@ -146,7 +146,7 @@ def _differentiable_gradients(
         result = scale * inverse * grad - slope * y * (y * grad).sum(-1, keepdim=True) / scale
     if squares_grad is not None:
         result = result + 2 * squares_grad[..., None] * y / (scale * inverse)
-    return result.to(ctx.saved_tensors[0].dtype), None, None, None
+    return result.to(saved.dtype), None, None, None
 
 
 _l2_normalize = register_gradients(_l2_normalize_op, _setup, _gradients, _differentiable_gradients)
