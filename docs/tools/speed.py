@@ -158,14 +158,14 @@ def decoding_table() -> str:
         size = row["size"]["batch_size"], row["size"]["seq_len"]
         rows.setdefault((row["model"], row["mode"]), {})[size] = row
     head = [f"{batch} x {tokens:,}" for batch, tokens in sizes]
-    table = [
-        f"| model | cache | {' | '.join(head)} | state of a sequence, MiB |",
-        f"|---|---|{'---|' * len(sizes)}---|",
-    ]
+    lengths = sorted({tokens for _, tokens in sizes})
+    head.append(f"state of a sequence, MiB, after {' and '.join(f'{x:,}' for x in lengths)} tokens")
+    table = [f"| model | cache | {' | '.join(head)} |", "|---|---|" + "---|" * len(head)]
     for (model, mode), timed in rows.items():
         cells = [_token(timed[size]) if size in timed else "" for size in sizes]
-        state = next((x["state_bytes"] for x in timed.values() if x["status"] == "ok"), 0)
-        table.append(f"| `{model}` | {mode} | {' | '.join(cells)} | {state / 2**20:.1f} |")
+        bytes_after = {tokens: x["state_bytes"] for (_, tokens), x in timed.items() if x["status"] == "ok"}
+        states = [f"{bytes_after[x] / 2**20:,.1f}" if x in bytes_after else "?" for x in lengths]
+        table.append(f"| `{model}` | {mode} | {' | '.join(cells)} | {', '.join(states)} |")
     return "\n".join(table) + f"\n\nSource: `{_relative(path)}`."
 
 

@@ -22,6 +22,7 @@ from kalmix.ops._linear_memory.custom_op import final_memory
 from kalmix.ops._linear_memory.triton.vector_decay_pairs import MODERATE_DECAY
 from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.segments import Segments
+from kalmix.testing.nan_fill import nan_filled_memory
 from kalmix.testing.tolerances import budgets, relative_error
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -128,6 +129,15 @@ def test_moderate_and_strong_decays_agree_in_one_sequence(op, gain, case):
     assert (smallest > math.log(MODERATE_DECAY.value)).unique().numel() == 2, "both kinds occur"
     inputs["log_decay"] = log_decay[None, :, None].to(DEVICE)
     check(op, inputs)
+
+
+def test_groups_of_keys_with_moderate_and_strong_decays():
+    """The gradient of a gain is a sum over programs of several widths, of which some store zeros."""
+    inputs = arguments("head", "key", 1, 20, (1, 1), 132, 4, None, HALF)
+    noise = torch.rand(1, 20, 1, 132, generator=torch.Generator().manual_seed(1))
+    inputs["log_decay"] = torch.where(torch.arange(132) < 128, -20.0 * noise, -0.5 * noise).to(DEVICE)
+    with nan_filled_memory():
+        check("delta", inputs)
 
 
 def test_repeated_keys_are_stable():

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kalmix_bench.perf.host_lock import first_call, hold
+from kalmix_bench.perf.host_lock import call_or_repeat_alone, hold
 
 
 class Holder:
@@ -78,10 +78,10 @@ def test_a_first_call_without_memory_is_repeated_alone(holder: Callable[..., Hol
         assert not other.thread.is_alive()
         return "result"
 
-    assert first_call(call, lambda: events.append("free")) == "result"
+    assert call_or_repeat_alone(call, lambda: events.append("free")) == "result"
     assert events == ["call", "free", "call"]
     with pytest.raises(torch.OutOfMemoryError):
-        first_call(_without_memory, lambda: None)
+        call_or_repeat_alone(_without_memory, lambda: None)
 
 
 def _without_memory() -> None:

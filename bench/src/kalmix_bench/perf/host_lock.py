@@ -1,4 +1,4 @@
-"""Lock by which processes that prepare share a machine, and one that is timed has it alone."""
+"""Lock by which processes that prepare share a machine, and one that is timed, or needs the memory, has it alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hold(*, alone: bool) -> Iterator[None]:
         yield
 
 
-def first_call(call: Callable[[], Result], free: Callable[[], object], *, alone: bool = False) -> Result:
+def call_or_repeat_alone(call: Callable[[], Result], free: Callable[[], object], *, alone: bool = False) -> Result:
     """Return the result of a call that prepares; call again alone if other processes left too little GPU memory.
 
     Args:
@@ -47,6 +47,6 @@ def first_call(call: Callable[[], Result], free: Callable[[], object], *, alone:
         except torch.OutOfMemoryError:
             if alone:
                 raise
+    free()
     with hold(alone=True):
-        free()
         return call()

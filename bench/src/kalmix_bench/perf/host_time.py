@@ -149,7 +149,7 @@ def microseconds(call: Callable[[], object], seconds: float, device: str) -> flo
 
 
 class Calls(NamedTuple):
-    """Calls of an op: forward without gradients, forward with backward, and SHARING of these with one backward pass."""
+    """Calls of an op: forward without gradients, forward with backward, `SHARING` times forward with one backward."""
 
     forward: Callable[[], object]
     training: Callable[[], object]

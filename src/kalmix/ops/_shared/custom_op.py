@@ -332,7 +332,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def with_launch_cache(
-    function: Function, dry_run: Function | None = None, tile_size: Callable[..., int] | None = None
+    function: Function, dry_run: Function | None = None, tile_size_of: Callable[..., int] | None = None
 ) -> Function:
     """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`.
 
@@ -340,7 +340,7 @@ def with_launch_cache(
         function: launches kernels; its first argument is a tensor on their device.
         dry_run: takes the arguments of `function`, and calls both the forward and the backward pass. The first call of
             each size class compiles its kernels in parallel; see `precompile`.
-        tile_size: see `launch_cached`.
+        tile_size_of: see `launch_cached`.
     """
 
     @wraps(function)
@@ -349,8 +349,8 @@ def with_launch_cache(
 
         device = inputs[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size=tile_size)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=tile_size_of)
         with torch.cuda.device(device):
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size=tile_size)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=tile_size_of)
 
     return run

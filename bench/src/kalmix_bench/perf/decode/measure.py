@@ -19,7 +19,7 @@ from kalmix.models import capture_decoding
 from kalmix.models.cache_name import cache_of
 from kalmix.models.captured_step import CudaGraph
 from kalmix_bench.perf.decode.protocol import DecodeCell
-from kalmix_bench.perf.host_lock import first_call, hold
+from kalmix_bench.perf.host_lock import call_or_repeat_alone, hold
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.peers import has_fla
 from kalmix_bench.perf.row_status import row_or_reason
@@ -50,7 +50,7 @@ def _measure(cell: DecodeCell, device: torch.device, on_prepared: Callable[[], N
     with hold(alone=tuned):
         model = inference_model(cell, device)
         prompt = next(batches(word_tokens(cell.size.vocab_size), cell.size.seq_len, cell.size.batch_size, str(device)))
-    first = first_call(partial(_seconds, model, prompt, cell), partial(_collect, device), alone=tuned)
+    first = call_or_repeat_alone(partial(_seconds, model, prompt, cell), partial(_collect, device), alone=tuned)
     _collect(device)
     on_prepared()
     with hold(alone=True):

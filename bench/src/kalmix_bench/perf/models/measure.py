@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from kalmix.errors import ArgumentError
 from kalmix.models.optimizer import optimizer_groups
-from kalmix_bench.perf.host_lock import first_call, hold
+from kalmix_bench.perf.host_lock import call_or_repeat_alone, hold
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import ModelCell, ModelSize
 from kalmix_bench.perf.peers import has_fla
@@ -120,7 +120,7 @@ def _measure(cell: ModelCell, device: torch.device, on_prepared: Callable[[], No
         with device:
             model = build(cell.model, cell.size).train()
         trainer = Trainer(model, tokens, cell.size, cell.mode)
-    first = first_call(trainer.one_step, partial(_free, trainer), alone=tuned)
+    first = call_or_repeat_alone(trainer.one_step, partial(_free, trainer), alone=tuned)
     _free(trainer)
     on_prepared()
     with hold(alone=True):

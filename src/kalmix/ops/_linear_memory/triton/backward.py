@@ -29,7 +29,7 @@ from kalmix.ops._linear_memory.triton.vector_decay_backward import unfold_decays
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
-UNFOLD_KEYS = 128  # keys of a program, or in bfloat16 of a group whose decays are all moderate, or not
+UNFOLD_KEYS = 128  # keys of a program; in bfloat16, also of a group, which is moderate or strong as a whole
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
 MODERATE_KEYS = 32
@@ -63,8 +63,8 @@ class Gradients(NamedTuple):
         return Gradients(dq.to(q.dtype), dk.to(q.dtype), self.v, *reduced)
 
 
-def _unfold_keys(dtype: torch.dtype) -> int:
-    """Return the keys of a program of `unfold_decays`, which stores a partial gradient of gains."""
+def _keys_per_gain_sum(dtype: torch.dtype) -> int:
+    """Return the number of keys that a partial gradient of gains of `unfold_decays` covers."""
     return MODERATE_KEYS if dtype == torch.bfloat16 else UNFOLD_KEYS
 
 
@@ -80,7 +80,7 @@ def allocate_gradients(q: Tensor, v: Tensor, gain: Tensor | None, log_decay: Ten
     dq, dk = (tokens(shape, dtype=q.dtype if v.shape[2] == q.shape[2] else torch.float32, **like) for _ in range(2))
     dv, dgain, ddecay = tokens(v.shape, dtype=v.dtype, **like), torch.empty(0, **exact), torch.empty(0, **exact)
     per_key = log_decay is not None and log_decay.ndim == 4
-    blocks = -(-shape[3] // (_unfold_keys(v.dtype) if per_key else BLOCK))
+    blocks = -(-shape[3] // (_keys_per_gain_sum(v.dtype) if per_key else BLOCK))
     if gain is not None:
         dgain = tokens(shape, dtype=gain.dtype, **like) if gain.ndim == 4 else tokens(blocks, *shape[:3], **exact)
     if log_decay is not None:
@@ -192,13 +192,13 @@ def backward(
         if v.dtype == torch.bfloat16:
             kinds = {"moderate": (MODERATE_KEYS, MODERATE_OPTIONS), "strong": kinds["any"]}
         for kind, (program_keys, kind_options) in kinds.items():
-            parts = -(-keys // program_keys)
-            Launch(unfold_decays, (tiling.num_tiles * (size // SUBTILE) * parts, heads), (
+            key_blocks = -(-keys // program_keys)
+            Launch(unfold_decays, (tiling.num_tiles * (size // SUBTILE) * key_blocks, heads), (
                 *inputs, s.gain, s.log_decay, *s.subtiles, *folded_grads, decay_grads, dscores, dcorrections,
                 dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
                 *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
             ), {
-                "DECAYS": kind, "KEYS": program_keys, "GROUP_KEYS": UNFOLD_KEYS,
-                "SUMS": program_keys // _unfold_keys(v.dtype), **options, **kind_options,
+                "DECAY_KIND": kind, "KEYS": program_keys, "GROUP_KEYS": UNFOLD_KEYS,
+                "GAIN_SUMS": program_keys // _keys_per_gain_sum(v.dtype), **options, **kind_options,
             }).run()  # fmt: skip
     return grad_prior

@@ -197,9 +197,9 @@ def unfold_decays(
     grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, GROUP_KEYS: tl.constexpr, SUMS: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, GROUP_KEYS: tl.constexpr, GAIN_SUMS: tl.constexpr,
     SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
-    DECAYS: tl.constexpr, PRECISION: tl.constexpr,
+    DECAY_KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of a subtile, for KEYS keys at most, given those of q~, k~ and w^ of its tile, S and N.
 
@@ -207,16 +207,16 @@ def unfold_decays(
     far pairs of tokens. `common_grad` is the gradient that all log-decays of the subtile share, through the decay of
     the whole subtile; the gradients of pairs on either side of the subtile are added to it.
 
-    DECAYS is "any", or the kind of decays that the program handles: "moderate" if all keys of its group of GROUP_KEYS
-    decay by at least `MODERATE_DECAY` over the subtile, otherwise "strong". It stores nothing if its decays are of the
-    other kind. Two kernels take fewer registers for the common kind than one with a branch.
+    DECAY_KIND is "any", or the kind of decays that the program handles: "moderate" if the decay over the subtile is at
+    least `MODERATE_DECAY` for all keys of its group of GROUP_KEYS, otherwise "strong". It stores nothing if its decays
+    are of the other kind. Two kernels take fewer registers for the common kind than one with a branch.
 
-    Programs of neighbouring keys run at the same time, because they read neighbouring parts of the same rows. SUMS is
-    the number of partial gradients of gains for KEYS keys; all but the first are zeros.
+    Programs of neighbouring keys run at the same time, because they read neighbouring parts of the same rows. GAIN_SUMS
+    is the number of partial gradients of gains for KEYS keys; all but the first are zeros.
     """
-    PARTS: tl.constexpr = (K + KEYS - 1) // KEYS
+    BLOCKS: tl.constexpr = (K + KEYS - 1) // KEYS
     SUBTILES: tl.constexpr = SIZE // SUBTILE
-    position, part, head = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS, tl.program_id(1)
+    position, block, head = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS, tl.program_id(1)
     index, subtile = (position // SUBTILES).to(tl.int64), position % SUBTILES
     token, tile_count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     start = subtile * SUBTILE
@@ -224,10 +224,10 @@ def unfold_decays(
     if count <= 0:
         return
     at_decays = (position.to(tl.int64) * G + head) * K
-    if DECAYS != "any":
-        group = part * KEYS // GROUP_KEYS * GROUP_KEYS + tl.arange(0, GROUP_KEYS)
+    if DECAY_KIND != "any":
+        group = block * KEYS // GROUP_KEYS * GROUP_KEYS + tl.arange(0, GROUP_KEYS)
         smallest = tl.min(tl.load(subtile_decays + at_decays + group, mask=group < K, other=1.0), 0)
-        if (smallest >= MODERATE_DECAY) != (DECAYS == "moderate"):
+        if (smallest >= MODERATE_DECAY) != (DECAY_KIND == "moderate"):
             return
     DTYPE: tl.constexpr = grad_q_in.dtype.element_ty
     tile_row = token * G + head
@@ -245,7 +245,7 @@ def unfold_decays(
     correction = score
     if CORRECTS:
         correction = load_rows(corrections_at, G * SIZE, count, s, SUBTILE, SUBTILE)
-    if DECAYS == "moderate":
+    if DECAY_KIND == "moderate":
         score = tl.where(s[:, None] > s[None, :], score, 0.0)
     else:
         for level in tl.static_range(num_levels(SUBTILE)):
@@ -259,7 +259,7 @@ def unfold_decays(
         strength = load_per_token(gain + row, count, G, SUBTILE)[None, :]
     gain_products = tl.zeros([BLOCK, SUBTILE], tl.float32)
     for first in range(0, KEYS if KEYS < K else K, BLOCK):
-        key = part * KEYS + first + tl.arange(0, BLOCK)
+        key = block * KEYS + first + tl.arange(0, BLOCK)
         query = load_rows_transposed(q, q_token, count, key, K, SUBTILE).to(tl.float32)
         key_rows = query
         if CORRECTS or not VECTOR:
@@ -283,7 +283,7 @@ def unfold_decays(
                 dscores + tile_row * SIZE, dcorrections + tile_row * SIZE, subtile, tile_count, key, G,
                 K, SIZE, CORRECTS, PRECISION,
             )  # fmt: skip
-        if DECAYS == "moderate":
+        if DECAY_KIND == "moderate":
             edge_decay = tl.sqrt(tl.load(subtile_decays + at_decays + key, mask=key < K, other=1.0))
             grad_query, grad_key, grad_write, grad_decay = gradients_of_moderate(
                 query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction,
@@ -306,10 +306,10 @@ def unfold_decays(
             grad_key += grad_write
         store_columns(dk + row * K, G * K, count, key, grad_key, K, SUBTILE)
     if GAINS:
-        at = dgain + part * SUMS * tokens * G + row + s * G
+        at = dgain + block * GAIN_SUMS * tokens * G + row + s * G
         tl.store(at, tl.sum(gain_products, 0), mask=s < count)
-        for i in tl.static_range(1, SUMS):
-            exists = part * KEYS + i * (KEYS // SUMS) < K
+        for i in tl.static_range(1, GAIN_SUMS):
+            exists = block * KEYS + i * (KEYS // GAIN_SUMS) < K
             tl.store(at + i * tokens * G, tl.zeros([SUBTILE], tl.float32), mask=(s < count) & exists)
 
 

@@ -1,8 +1,8 @@
 """Gradients of signals with decays per key inside a subtile, through pairs of its tokens.
 
-Decays of a subtile are moderate if every key decays by at least `MODERATE_DECAY` over it. Let c_t be the log-decay from
-the start of the subtile through token t, minus half of that over the subtile. The decay from s to t is the product of
-exp(c_t) and exp(-c_s), which are both finite, so one matrix product serves all pairs s < t. Otherwise products are
+Decays of a subtile are moderate if that of each key of a group is at least `MODERATE_DECAY`. Let c_t be the log-decay
+from the start of the subtile through token t, minus half of that over the subtile. The decay from s to t is the product
+of exp(c_t) and exp(-c_s), which are both finite, so one matrix product serves all pairs s < t. Otherwise products are
 computed by level, as in `vector_decay`. Blocks have keys as rows and tokens as columns.
 """
 

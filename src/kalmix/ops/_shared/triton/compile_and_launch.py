@@ -107,7 +107,7 @@ def launch_cached(
     function: Callable[..., Any],
     *arguments: Any,
     dry_run: Callable[..., object] | None = None,
-    tile_size: Callable[..., int] | None = None,
+    tile_size_of: Callable[..., int] | None = None,
 ) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
@@ -121,7 +121,7 @@ def launch_cached(
         function: launches kernels.
         arguments: its arguments: tensors, lists of tensors, and values that can be hashed.
         dry_run: function to precompile before the first call of a layout; see `precompile`.
-        tile_size: returns the tokens per tile, given the arguments. Required if it may differ between calls whose
+        tile_size_of: returns the tokens per tile, given the arguments. Required if it may differ between calls whose
             tensors are similar for `precompile`.
     """
     if knobs.runtime.interpret or is_dry_run():
@@ -137,7 +137,7 @@ def launch_cached(
             return function(*arguments)
         return cached(tensors, driver.active.get_current_stream(layout[1]) if cached.uses_stream else None)
     if cached is None and dry_run is not None:
-        precompile(dry_run, *arguments, tile_size=None if tile_size is None else tile_size(*arguments))
+        precompile(dry_run, *arguments, tile_size=None if tile_size_of is None else tile_size_of(*arguments))
     records = cached is not None and cached.may_be_recorded and not _has_hooks()
     recorder = Recorder(tensors) if records else None
     outer = _LAUNCHER.get()
