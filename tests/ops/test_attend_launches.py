@@ -25,7 +25,7 @@ def test_packed_sequences_add_two_launches(monkeypatch: pytest.MonkeyPatch) -> N
     launches: list[str] = []
     monkeypatch.setattr(Launch, "run", lambda launch: launches.append(launch.kernel.__name__))
     monkeypatch.setattr(custom_op, "_is_plain_call", lambda inputs: True)
-    monkeypatch.setattr(compile_and_launch, "precompile", lambda *_: None)
+    monkeypatch.setattr(compile_and_launch, "precompile", lambda *_, **__: None)
     inputs, timing = arguments(1, 70, (1, 1), (4, 4), False, HALF, 3, 0)
     counts = []
     for segments in (None, Segments.packed(torch.tensor([0, 30, 30, 70]))):
