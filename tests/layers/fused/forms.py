@@ -37,17 +37,15 @@ def results(part: Part, inputs: Sequence[Tensor | None], weights: Sequence[Tenso
 def compare_forms(part: Part, inputs: Sequence[Tensor | None], dtype: torch.dtype = torch.float32) -> None:
     """Compare both forms in `dtype` with float64: outputs, and gradients of all inputs.
 
-    In float32, the Triton form runs under gradient checkpointing, too, where a backward pass may read what it stored
-    only once.
+    In float32, the Triton form runs under gradient checkpointing, where a backward pass may read what it stored only
+    once.
     """
     rounded = [None if x is None else x.to(DEVICE, dtype) for x in inputs]
     exact = [None if x is None else x.double() for x in rounded]
     weights = [torch.randn(y.shape, device=DEVICE).double() for y in part(*exact)]
     expected = results(part, exact, weights)
-    runs = [("eager", part), ("triton", part)]
-    if dtype == torch.float32:
-        runs.append(("triton", partial(checkpoint, part, use_reentrant=False)))
-    for name, run in runs:
+    checkpointed = partial(checkpoint, part, use_reentrant=False)
+    for name, run in {"eager": part, "triton": checkpointed if dtype == torch.float32 else part}.items():
         with form(name):
             found = results(run, rounded, weights)
         for x, y in zip(found, expected, strict=True):
