@@ -12,7 +12,7 @@ train: $(VENV)/.train-installed  ## train a Kalman language model on real text, 
 	$(BIN)/kalmix train $(ARGS)
 
 test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	$(BIN)/pytest -n 2 --dist worksteal --durations 20 $(ARGS)
 
 test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" for these alone
 	$(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
