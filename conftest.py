@@ -21,6 +21,7 @@ if not torch.cuda.is_available():  # Triton's interpreter stands in for a GPU; T
         interpreter.patch()
 torch.set_num_threads(1)  # the suite runs one process a core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do the processes that tests start
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # which print where they were if they crash
 
 
 class CommandResult(NamedTuple):
