@@ -19,7 +19,7 @@ from kalmix.ops import OPS
 from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._linear_memory.custom_op import final_memory
-from kalmix.ops._linear_memory.triton.vector_decay_pairs import MODERATE_DECAY
+from kalmix.ops._linear_memory.triton.vector_decay_pairs import GROUP_KEYS, MODERATE_DECAY
 from kalmix.ops._shared.custom_op import gradients_of_prior_only
 from kalmix.segments import Segments
 from kalmix.testing.nan_fill import nan_filled_memory
@@ -133,9 +133,11 @@ def test_moderate_and_strong_decays_agree_in_one_sequence(op, gain, case):
 
 def test_groups_of_keys_with_moderate_and_strong_decays():
     """The gradient of a gain is a sum over programs of several widths, of which some store zeros."""
-    inputs = arguments("head", "key", 1, 20, (1, 1), 132, 4, None, HALF)
-    noise = torch.rand(1, 20, 1, 132, generator=torch.Generator().manual_seed(1))
-    inputs["log_decay"] = torch.where(torch.arange(132) < 128, -20.0 * noise, -0.5 * noise).to(DEVICE)
+    keys = GROUP_KEYS.value + 4
+    inputs = arguments("head", "key", 1, 20, (1, 1), keys, 4, None, HALF)
+    noise = torch.rand(1, 20, 1, keys, generator=torch.Generator().manual_seed(1))
+    inputs["log_decay"] = noise * torch.where(torch.arange(keys) < GROUP_KEYS.value, -20.0, -0.5)
+    inputs["log_decay"] = inputs["log_decay"].to(DEVICE)
     with nan_filled_memory():
         check("delta", inputs)
 

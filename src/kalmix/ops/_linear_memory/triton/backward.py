@@ -26,13 +26,14 @@ from kalmix.ops._linear_memory.triton.forward import (
 )
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out
 from kalmix.ops._linear_memory.triton.vector_decay_backward import unfold_decays
+from kalmix.ops._linear_memory.triton.vector_decay_pairs import GROUP_KEYS
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows
 
-UNFOLD_KEYS = 128  # keys of a program; in bfloat16, also of a group, which is moderate or strong as a whole
+UNFOLD_KEYS = GROUP_KEYS.value  # keys of a program of `unfold_decays`, unless its decays are moderate
 # In half precision, and in float32: the fastest options that agreed with float64.
 UNFOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 2}, {"BLOCK": 32, "num_warps": 2, "num_stages": 1}
-MODERATE_KEYS = 32
+MODERATE_KEYS = 32  # keys of a program for moderate decays
 MODERATE_OPTIONS = {"BLOCK": 32, "num_warps": 1, "num_stages": 1}
 
 
@@ -198,7 +199,7 @@ def backward(
                 dq, dk, dgain if s.vector_gains else dk, dgain, ddecay, *tiles, batch * length,
                 *strides(*inputs, s.log_decay), heads, heads // q.shape[2], heads // inputs[2].shape[2],
             ), {
-                "DECAY_KIND": kind, "KEYS": program_keys, "GROUP_KEYS": UNFOLD_KEYS,
+                "DECAY_KIND": kind, "KEYS": program_keys,
                 "GAIN_SUMS": program_keys // _keys_per_gain_sum(v.dtype), **options, **kind_options,
             }).run()  # fmt: skip
     return grad_prior

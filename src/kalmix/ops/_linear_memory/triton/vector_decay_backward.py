@@ -18,6 +18,7 @@ from kalmix.ops._linear_memory.triton.vector_decay import (
     to_middle_mask,
 )
 from kalmix.ops._linear_memory.triton.vector_decay_pairs import (
+    GROUP_KEYS,
     MODERATE_DECAY,
     gradients_by_level,
     gradients_of_moderate,
@@ -197,9 +198,9 @@ def unfold_decays(
     grad_q_in, grad_k_in, grad_w_out, common_grad, dscores, dcorrections,
     dq, dk, dwrites, dgain, dlog_decay, tile_table, length, tiles, tokens,
     q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, GROUP_KEYS: tl.constexpr, GAIN_SUMS: tl.constexpr,
-    SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
-    DECAY_KIND: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, BLOCK: tl.constexpr, KEYS: tl.constexpr, GAIN_SUMS: tl.constexpr, SIZE: tl.constexpr,
+    PACKED: tl.constexpr, GAINS: tl.constexpr, VECTOR: tl.constexpr, CORRECTS: tl.constexpr, DECAY_KIND: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Store gradients of a subtile, for KEYS keys at most, given those of q~, k~ and w^ of its tile, S and N.
 
@@ -225,6 +226,7 @@ def unfold_decays(
         return
     at_decays = (position.to(tl.int64) * G + head) * K
     if DECAY_KIND != "any":
+        tl.static_assert(GROUP_KEYS % KEYS == 0, "the keys of a program must belong to one group")
         group = block * KEYS // GROUP_KEYS * GROUP_KEYS + tl.arange(0, GROUP_KEYS)
         smallest = tl.min(tl.load(subtile_decays + at_decays + group, mask=group < K, other=1.0), 0)
         if (smallest >= MODERATE_DECAY) != (DECAY_KIND == "moderate"):

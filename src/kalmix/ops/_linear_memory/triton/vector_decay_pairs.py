@@ -1,9 +1,10 @@
 """Gradients of signals with decays per key inside a subtile, through pairs of its tokens.
 
-Decays of a subtile are moderate if that of each key of a group is at least `MODERATE_DECAY`. Let c_t be the log-decay
-from the start of the subtile through token t, minus half of that over the subtile. The decay from s to t is the product
-of exp(c_t) and exp(-c_s), which are both finite, so one matrix product serves all pairs s < t. Otherwise products are
-computed by level, as in `vector_decay`. Blocks have keys as rows and tokens as columns.
+Keys form groups of GROUP_KEYS neighbours. The decays of a group over a subtile are moderate if all of them are at least
+`MODERATE_DECAY`, otherwise strong. With c_t the log-decay from the start of the subtile through token t, minus half of
+that over the subtile, the decay from s to t is the product of exp(c_t) and exp(-c_s). Both are finite if decays are
+moderate, and one matrix product serves all pairs s < t. Otherwise products are computed by level, as in `vector_decay`.
+Blocks have keys as rows and tokens as columns.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kalmix.ops._linear_memory.triton.vector_decay import SUBTILE, split_into_bf
 from kalmix.ops._shared.triton.tiles import matmul, num_levels
 
 MODERATE_DECAY = tl.constexpr(2.0**-120)  # factors lie between 2^-60 and 2^60, which leaves room for signals
+GROUP_KEYS = tl.constexpr(128)  # keys whose decays are moderate or strong together
 
 
 @triton.jit
