@@ -101,7 +101,7 @@ def join_subtiles(
         tl.store(tile_decay + (index.to(tl.int64) * G + head) * K + key, total, mask=key < K)
     score, correction = near_score, near_correction
     if SUBTILES == 4:
-        far = t[:, None] // 32 > t[None, :] // 32
+        far = t[:, None] // (2 * SUBTILE) > t[None, :] // (2 * SUBTILE)
         score, correction = tl.where(far, far_score, score), tl.where(far, far_correction, correction)
     inside = (t < count)[:, None] & (t[:, None] // SUBTILE != t[None, :] // SUBTILE)
     earlier = t[:, None] > t[None, :]
