@@ -21,7 +21,7 @@ from kalmix.ops._linear_memory.triton.vector_decay_pairs import (
     GROUP_KEYS,
     MODERATE_DECAY,
     gradients_by_level,
-    gradients_of_moderate,
+    gradients_for_moderate_decays,
     mask_to_bf16,
 )
 from kalmix.ops._shared.triton.decay_products import MIN_LOG_DECAY
@@ -287,7 +287,7 @@ def unfold_decays(
             )  # fmt: skip
         if DECAY_KIND == "moderate":
             edge_decay = tl.sqrt(tl.load(subtile_decays + at_decays + key, mask=key < K, other=1.0))
-            grad_query, grad_key, grad_write, grad_decay = gradients_of_moderate(
+            grad_query, grad_key, grad_write, grad_decay = gradients_for_moderate_decays(
                 query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction,
                 edge_decay, before, after, DTYPE, CORRECTS, PRECISION,
             )  # fmt: skip

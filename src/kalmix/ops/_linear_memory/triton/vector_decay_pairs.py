@@ -76,11 +76,11 @@ def gradients_by_level(
 
 
 @triton.jit
-def gradients_of_moderate(
+def gradients_for_moderate_decays(
     query, key_rows, write, terms, grad_in, grad_key_in, grad_out, diagonal, score, correction, edge_decay,
     before, after, DTYPE: tl.constexpr, CORRECTS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients of `gradients_by_level` if all decays over the subtile are moderate.
+    """Return the gradients of `gradients_by_level`; all decays over the subtile must be moderate.
 
     `score` and `correction` are the gradients of pairs s < t, zeros elsewhere. `edge_decay` `[keys]` is the square root
     of the decay over the subtile.
