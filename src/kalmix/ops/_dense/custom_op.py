@@ -254,11 +254,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::dense_triton",
-    with_launch_cache(
-        _forward,
-        _dry_run,
-        lambda q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance, rows, *_: tile_size(v, rows),
-    ),
+    with_launch_cache(_forward, _dry_run, tile_size),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

@@ -234,7 +234,7 @@ def _final_memory(
 
 _filter = register_filter_op(
     "kalmix::memory_triton",
-    with_launch_cache(_forward, _dry_run, lambda q, k, v, gain, log_decay, prior, rows, *_: tile_size(v, rows)),
+    with_launch_cache(_forward, _dry_run, tile_size),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=2,

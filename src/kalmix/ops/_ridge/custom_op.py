@@ -149,9 +149,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::ridge_triton",
-    with_launch_cache(
-        _forward, _dry_run, lambda q, k, v, log_decay, gain, mix, cross, gram, rows, *_: tile_size(k, rows)
-    ),
+    with_launch_cache(_forward, _dry_run, tile_size),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from inspect import unwrap
+from inspect import signature, unwrap
 from types import NoneType
 from typing import Any
 
@@ -340,8 +340,9 @@ def with_launch_cache(
         function: launches kernels; its first argument is a tensor on their device.
         dry_run: takes the arguments of `function`, and calls both the forward and the backward pass. The first call of
             each size class compiles its kernels in parallel; see `precompile`.
-        tile_size_of: see `launch_cached`.
+        tile_size_of: see `launch_cached`. It takes those arguments of `function` that it names.
     """
+    size_of_call = None if tile_size_of is None else _with_arguments_of(function, tile_size_of)
 
     @wraps(function)
     def run(*inputs: Any) -> Any:
@@ -349,8 +350,15 @@ def with_launch_cache(
 
         device = inputs[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=tile_size_of)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=size_of_call)
         with torch.cuda.device(device):
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=tile_size_of)
+            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=size_of_call)
 
     return run
+
+
+def _with_arguments_of(function: Function, other: Function) -> Function:
+    """Return `other` as a function of all arguments of `function`, from which it takes its own by name."""
+    names = list(signature(function).parameters)
+    positions = [names.index(name) for name in signature(other).parameters]
+    return lambda *inputs: other(*(inputs[i] for i in positions))
