@@ -95,9 +95,9 @@ def test_precompile_compiles_once_per_size_class_and_launches_nothing(log):
     for shape in ((3, 5, 7), (4, 7, 7)):  # one size class
         precompile(call, torch.zeros(shape))
     assert log == [("compiled", (3,), 4)]
-    for other in (torch.zeros(5, 5, 7), torch.zeros(3, 5, 8), torch.zeros(3, 5, 7).half()):
+    for other in (torch.zeros(5, 5, 7), torch.zeros(3, 5, 8), torch.zeros(3, 5, 7).half(), torch.zeros(3, 7, 5).mT):
         precompile(call, other)
-    assert len(log) == 4
+    assert len(log) == 5
 
 
 def test_kernels_are_looked_up_once_per_layout(log):
@@ -149,13 +149,17 @@ def test_binary_for_one_integer_never_runs_with_another(log):
     assert log[2:] == [("launched cached", (1, 1, 1), 17, None)]
 
 
+def kernel_and_options(step):
+    dtypes = tuple(x.dtype for x in step.arguments if isinstance(x, torch.Tensor))
+    return id(step.kernel), dtypes, *step.options.items()
+
+
 @pytest.mark.parametrize(("op", "decay", "width"), [("additive", "key", 5), ("delta", "head", 5), ("delta", "key", 5),
     ("dense", "head", 5), ("dense", "key", 5), ("dense", "head", 130), ("diagonal", "cell", 5)])  # fmt: skip
 def test_dry_run_compiles_every_launched_kernel(log, monkeypatch, op, decay, width):
     def record(kind):
         def add(step):
-            dtypes = tuple(x.dtype for x in step.arguments if isinstance(x, torch.Tensor))
-            log.append((kind, id(step.kernel), dtypes, *step.options.items()))
+            log.append((kind, *kernel_and_options(step)))
             return None, ()
 
         return add
@@ -182,26 +186,26 @@ def test_dry_run_compiles_every_launched_kernel(log, monkeypatch, op, decay, wid
     assert compiled == launched
 
 
-def run_packed(op, inputs, rows):
-    """Call an op without gradients on packed queries, keys and values `[B, T, 2, 5]`."""
-    segments, count = Segments.of(torch.tensor(rows)), len(rows)
-    ones = torch.ones(inputs[2].shape[:3])
+def run(op, inputs, rows=None):
+    """Call an op without gradients on queries, keys and values `[B, T, 2, width]`, packed if there are `rows`."""
+    segments, (batch, *_, width) = None if rows is None else Segments.of(torch.tensor(rows)), inputs[0].shape
+    count, ones = batch if rows is None else len(rows), torch.ones(inputs[2].shape[:3])
+    square = (count, 2, width, width)
     if op == "dense":
-        belief = DenseBelief(torch.zeros(count, 2, 5, 5), torch.eye(5).expand(count, 2, 5, 5))
+        belief = DenseBelief(torch.zeros(square), torch.eye(width).expand(square))
         fused.dense(DenseSignals(*inputs, ones, ones, -ones, None), belief, segments, False)
     elif op == "diagonal":
-        cells, belief = torch.ones(2, 5, 5), DiagonalBelief(*torch.ones(2, count, 2, 5, 5))
+        cells, belief = torch.ones(2, width, width), DiagonalBelief(*torch.ones(2, *square))
         signals = DiagonalSignals(*inputs, torch.ones(inputs[2].shape), -cells, cells)
         diagonal(signals, belief, segments, False)
     elif op == "ridge":
-        belief = RidgeBelief(*torch.zeros(2, count, 2, 5, 5))
+        belief = RidgeBelief(*torch.zeros(2, *square))
         ridge(RidgeSignals(*inputs, -ones, ones, None), belief, segments, False, Adaptive(0.1), Chebyshev(3))
     elif op == "attend":
         belief = empty_belief(inputs[2], SIZES | {"N": count})
         attend(attend_signals(*(x[..., :4] for x in inputs)), belief, segments, False)
     else:
-        belief = PointBelief(torch.zeros(count, 2, 5, 5))
-        filter_memory(DeltaSignals(*inputs, ones, -ones), belief, segments, op == "delta")
+        filter_memory(DeltaSignals(*inputs, ones, -ones), PointBelief(torch.zeros(square)), segments, op == "delta")
 
 
 @pytest.mark.parametrize("op", ["additive", "attend", "delta", "dense", "diagonal", "ridge"])
@@ -211,18 +215,43 @@ def test_packed_sequences_of_other_lengths_reuse_cached_launches(log, monkeypatc
     monkeypatch.setattr(compile_and_launch, "_launch", lambda step: log.append(("looked up",)) or (Binary(log), ()))
     inputs = [torch.zeros(2, 100, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
     for stops, expected in ((17, 83, 100), {"looked up"}), ((16, 96, 97), {"launched cached"}):
-        run_packed(op, inputs, [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]])
+        run(op, inputs, [[0, 0, stops[0]], [0, stops[0], stops[1]], [1, 3, stops[2]]])
         assert {kind for kind, *_ in log} == expected
         log.clear()
 
 
-@pytest.mark.parametrize("op", ["delta", "dense", "ridge"])
-def test_packed_calls_of_one_size_class_are_precompiled_for_each_tile_size(log, monkeypatch, op):
+@pytest.mark.parametrize(
+    ("op", "width", "calls"),  # calls: batch, length, packed sequences
+    [
+        *((op, 5, [(1, 128, 3), (1, 66, 4), (1, 120, 3)]) for op in ("delta", "dense", "ridge")),  # tiles of 32 or 16
+        *((op, 64, [(1, 128, 63), (1, 128, 64)]) for op in ("delta", "additive", "dense", "ridge")),  # columns
+        *((op, 64, [(63, 2, None), (64, 2, None)]) for op in ("delta", "ridge")),
+        ("dense", 5, [(7, 1024, None), (8, 1024, None), (8, 1023, None)]),  # split in time or not
+        ("diagonal", 5, [(1, 127, None), (1, 128, None), (1, 124, None)]),  # one tile or two, whole groups or not
+        ("diagonal", 5, [(1, 100, 3), (1, 128, 3)]),
+    ],
+)
+def test_calls_of_one_size_class_launch_precompiled_kernels(log, monkeypatch, op, width, calls):
+    compiled, launched = set(), set()
+    monkeypatch.setattr(compile_and_launch, "_compile", lambda step: compiled.add(kernel_and_options(step)))
+    monkeypatch.setattr(
+        compile_and_launch, "_launch", lambda step: launched.add(kernel_and_options(step)) or (None, ())
+    )
+    monkeypatch.setattr(compile_and_launch, "_run_on_side_stream", lambda run, *x: lambda: run(*x))
+    shapes = [(*((size - 1).bit_length() for size in (batch, length, count or 1)),) for batch, length, count in calls]
+    assert len(set(shapes)) == 1, "one size class"
+    for batch, length, count in calls:
+        inputs = [torch.zeros(batch, length, 2, width, dtype=torch.bfloat16) for _ in range(3)]
+        size = length // (count or 1)
+        run(op, inputs, count and [[0, size * i, size * i + size] for i in range(count)])
+        assert launched <= compiled
+
+
+def test_similar_calls_are_precompiled_once(log, monkeypatch):
     compiled = []
-    monkeypatch.setattr(compile_and_launch, "_compile", lambda step: compiled.append(step.options.get("SIZE")))
+    monkeypatch.setattr(compile_and_launch, "_compile", lambda step: compiled.append(step))
     monkeypatch.setattr(compile_and_launch, "_launch", lambda step: (None, ()))
-    for length, sequences, sizes in ((128, 3, {32}), (66, 4, {16}), (120, 3, set())):
-        inputs = [torch.zeros(1, length, 2, 5, dtype=torch.bfloat16) for _ in range(3)]
-        run_packed(op, inputs, [[0, 16 * i, 16 * i + 16] for i in range(sequences)])
-        assert set(compiled) - {None} == sizes
+    for length, expected in ((128, True), (120, False)):
+        run("delta", [torch.zeros(1, length, 2, 5, dtype=torch.bfloat16) for _ in range(3)])
+        assert bool(compiled) == expected
         compiled.clear()

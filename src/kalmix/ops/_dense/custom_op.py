@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.ops._dense.block_sizes import CHUNK, padded_width
+from kalmix.ops._dense.block_sizes import CHUNK, may_split_time, padded_width
 from kalmix.ops._dense.signals import DenseSignals
-from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
+from kalmix.ops._linear_memory.custom_op import precompile_key, stored_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
 from kalmix.segments import Segments, segments_without_checks
@@ -165,6 +165,11 @@ def _forward(
     )
 
 
+def _precompile_key(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[Any, ...]:
+    """Return the numbers that options of kernels depend on, besides dtypes, widths and strides."""
+    return *precompile_key(k, v, rows), may_split_time(*v.shape[:3], packed=rows is not None)
+
+
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels; the final belief gets no gradient."""
     *signals, _, _, rows, variance, save, cuda = inputs
@@ -254,7 +259,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::dense_triton",
-    with_launch_cache(_forward, _dry_run, tile_size),
+    with_launch_cache(_forward, _dry_run, _precompile_key),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

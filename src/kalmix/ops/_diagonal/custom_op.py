@@ -98,6 +98,20 @@ def _forward(
     return *forward(q, k, v, precision, log_decay, process_noise, mean, var, segments, variance, stored, cuda), stored
 
 
+def _precompile_key(q: Tensor, v: Tensor, rows: Tensor | None, cuda: bool) -> tuple[bool, ...]:
+    """Return whether sequences have one tile, and whether they need code for the rest of a group of tokens."""
+    from kalmix.ops._diagonal.cuda.plan import group_tokens
+    from kalmix.ops._diagonal.cuda.plan import tile_size as cuda_tile_size
+    from kalmix.ops._diagonal.triton.plan import PREFETCH, forward_tile_size, is_ragged, round_tile_size
+
+    length, slots = v.shape[1], q.shape[3]
+    sizes, groups = [forward_tile_size(v, slots)], [PREFETCH]
+    if cuda:
+        sizes.append(cuda_tile_size(v, slots))
+        groups.append(group_tokens(slots))
+    return *(length <= round_tile_size(x) for x in sizes), *(is_ragged(length, rows, x) for x in groups)
+
+
 def _dry_run(*inputs):
     """Run the forward and the backward pass, to precompile their kernels."""
     *signals, _, _, rows, variance, store, cuda, no_prior = inputs
@@ -150,7 +164,7 @@ def _backward_to_prior(*inputs):
 
 _filter = register_filter_op(
     "kalmix::diagonal_triton",
-    with_launch_cache(_forward, _dry_run),
+    with_launch_cache(_forward, _dry_run, _precompile_key),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

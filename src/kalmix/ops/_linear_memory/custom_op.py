@@ -79,6 +79,14 @@ def tile_size(v: Tensor, rows: Tensor | None) -> int:
     return tokens_per_tile(v.shape[0], v.shape[1], sequences, 32 if v.dtype == torch.float32 else 64)
 
 
+def precompile_key(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[int, int]:
+    """Return the numbers that options of kernels depend on, besides dtypes, widths and strides."""
+    from kalmix.ops._linear_memory.triton.forward import scan_columns
+
+    sequences = v.shape[0] if rows is None else rows.shape[0]
+    return tile_size(v, rows), scan_columns(sequences, v, k.shape[3])
+
+
 def stored_shapes(
     k: Tensor, v: Tensor, rows: Tensor | None, corrects: bool, store: bool, no_prior: bool = False
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -234,7 +242,7 @@ def _final_memory(
 
 _filter = register_filter_op(
     "kalmix::memory_triton",
-    with_launch_cache(_forward, _dry_run, tile_size),
+    with_launch_cache(_forward, _dry_run, precompile_key),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=2,

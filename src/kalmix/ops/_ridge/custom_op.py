@@ -10,7 +10,7 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
-from kalmix.ops._ridge.tiles import tile_size
+from kalmix.ops._ridge.tiles import padded_width, scan_columns, tile_size
 from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
@@ -96,6 +96,12 @@ def _dry_run(*inputs):
         _backward(*arguments)
 
 
+def _precompile_key(k: Tensor, v: Tensor, rows: Tensor | None) -> tuple[int, int]:
+    """Return the numbers that options of kernels depend on, besides dtypes, widths and strides."""
+    sequences = v.shape[0] if rows is None else rows.shape[0]
+    return tile_size(k, rows), scan_columns(sequences, v.shape[2], padded_width(k.shape[3]))
+
+
 def _forward_fake(q, k, v, log_decay, gain, mix, cross, gram, rows, *options):
     float32_kwargs, no_prior = {"dtype": torch.float32, "device": k.device}, options[-1]
     solution, norms, grams, crosses = _saved_shapes(k, v, rows, no_prior)
@@ -149,7 +155,7 @@ def _backward(
 
 _filter = register_filter_op(
     "kalmix::ridge_triton",
-    with_launch_cache(_forward, _dry_run, tile_size),
+    with_launch_cache(_forward, _dry_run, _precompile_key),
     _forward_fake,
     with_launch_cache(_backward),
     outputs=4,

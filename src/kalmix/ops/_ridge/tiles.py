@@ -1,4 +1,4 @@
-"""Tile size of the Triton kernels of `ridge`. It is also needed where Triton is not installed."""
+"""Tile and block sizes of the Triton kernels of `ridge`. They are also needed where Triton is not installed."""
 
 import torch
 from torch import Tensor
@@ -14,3 +14,16 @@ def tile_size(k: Tensor, rows: Tensor | None) -> int:
     sequences = None if rows is None else rows.shape[0]
     large = 64 if k.dtype == torch.bfloat16 and k.shape[3] > 32 else 32
     return tokens_per_tile(k.shape[0], k.shape[1], sequences, large)
+
+
+def padded_width(width: int) -> int:
+    """Return the rows of a block that holds all K rows of H: a power of two, at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def scan_columns(sequences: int, heads: int, padded: int) -> int:
+    """Return the columns per program of a kernel that steps from tile to tile, for blocks of `padded` rows."""
+    columns = min(padded, 64 if padded <= 128 else 32)
+    while columns > 32 and sequences * heads * (padded // columns) < 128:
+        columns //= 2
+    return columns

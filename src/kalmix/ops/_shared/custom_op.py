@@ -8,7 +8,7 @@ silently returns one part of the second derivative. The backward passes register
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from inspect import signature, unwrap
@@ -332,7 +332,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def with_launch_cache(
-    function: Function, dry_run: Function | None = None, tile_size_of: Callable[..., int] | None = None
+    function: Function, dry_run: Function | None = None, precompile_key: Callable[..., Hashable] | None = None
 ) -> Function:
     """Wrap `function` so that calls of equal layout reuse their compiled Triton kernels; see `launch_cached`.
 
@@ -340,9 +340,9 @@ def with_launch_cache(
         function: launches kernels; its first argument is a tensor on their device.
         dry_run: takes the arguments of `function`, and calls both the forward and the backward pass. The first call of
             each size class compiles its kernels in parallel; see `precompile`.
-        tile_size_of: see `launch_cached`. It takes those arguments of `function` that it names.
+        precompile_key: see `launch_cached`. It takes those arguments of `function` that it names.
     """
-    size_of_call = None if tile_size_of is None else _with_arguments_of(function, tile_size_of)
+    key_of_call = None if precompile_key is None else _with_arguments_of(function, precompile_key)
 
     @wraps(function)
     def run(*inputs: Any) -> Any:
@@ -350,9 +350,9 @@ def with_launch_cache(
 
         device = inputs[0].get_device()
         if device < 0 or device == torch.cuda.current_device():
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=size_of_call)
+            return launch_cached(function, *inputs, dry_run=dry_run, precompile_key=key_of_call)
         with torch.cuda.device(device):
-            return launch_cached(function, *inputs, dry_run=dry_run, tile_size_of=size_of_call)
+            return launch_cached(function, *inputs, dry_run=dry_run, precompile_key=key_of_call)
 
     return run
 

@@ -14,9 +14,8 @@ from triton import knobs
 from kalmix.ops._dense.block_sizes import (
     CHUNK,
     MAX_PROGRAM_WIDTH,
-    MIN_SPLIT_TOKENS,
     NUM_TIME_SPLITS,
-    SPLIT_PROGRAM_COUNTS,
+    may_split_time,
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch, launch_on_side_stream
 from kalmix.ops._shared.triton.tiles import UNSPECIALIZED, Tiling, locate_tile, tile_interval, tile_sequences
@@ -76,8 +75,8 @@ def time_splits(
     sequences, wide keys and decays per key have a single interval.
     """
     batch, length = k.shape[:2]
-    single = segments is not None or length < MIN_SPLIT_TOKENS or batch * heads not in SPLIT_PROGRAM_COUNTS
-    if single or decay_axes == 2 or k.shape[3] > MAX_PROGRAM_WIDTH:
+    may_split = may_split_time(batch, length, heads, packed=segments is not None)
+    if not may_split or decay_axes == 2 or k.shape[3] > MAX_PROGRAM_WIDTH:
         return [(tile_sequences(batch, length, CHUNK, segments, k), tile_sequences(batch, length, size, segments, k))]
     split_tokens = -(-length // (CHUNK * NUM_TIME_SPLITS)) * CHUNK
     return [

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
+from kalmix.ops._shared.gpu import num_multiprocessors
 from kalmix.segments import Segments
 
 WARPS = 8  # per block
@@ -36,6 +37,20 @@ def backward_tile_size(length: int, blocks: int, multiprocessors: int) -> int:
         return -(-tiles * blocks // multiprocessors) * -(-chunks // tiles) + maps
 
     return CHUNK * -(-chunks // min(range(1, max(2, chunks // 2 + 1)), key=cost))
+
+
+def tile_size(v: Tensor, slots: int) -> int:
+    """Return `backward_tile_size` for values `[B, T, G, V]` and K slots."""
+    batch, length, heads, channels = v.shape
+    return backward_tile_size(length, batch * heads * num_splits(channels, slots), num_multiprocessors(v.device))
+
+
+def num_splits(channels: int, slots: int) -> int:
+    """Return the number of blocks among which `backward.cu` divides the channels; each stores sums for dq and dk.
+
+    It is at most V / K, rounded up, which bounds the memory for these sums.
+    """
+    return min(-(-channels // block_channels(slots)), -(-channels // slots))
 
 
 def block_channels(slots: int) -> int:

@@ -24,7 +24,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.cuda import cuda_kernel
-from kalmix.ops._diagonal.cuda.plan import backward_tile_size, block_channels, constants, group_tokens
+from kalmix.ops._diagonal.cuda.plan import constants, group_tokens, num_splits
+from kalmix.ops._diagonal.cuda.plan import tile_size as cuda_tile_size
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
 from kalmix.ops._diagonal.triton.gradients import tile_gradients
 from kalmix.ops._diagonal.triton.loads_and_filter_step import (
@@ -225,10 +226,8 @@ def backward(
 
     resident, size = _RESIDENT_WARPS * num_multiprocessors(v.device), channels_per_warp(slots, 8)
     if cuda:
-        size = block_channels(slots)
-        splits = min(-(-channels // size), -(-channels // slots))  # bounds the memory for partial sums of dq and dk
-        tokens = backward_tile_size(length, batch * heads * splits, num_multiprocessors(v.device))
-        plan = plan_tiles(batch, length, tokens, segments, q)
+        splits = num_splits(channels, slots)
+        plan = plan_tiles(batch, length, cuda_tile_size(v, slots), segments, q)
     else:  # one round of warps; each takes a tile and every `splits`-th block of channels
         plan = plan_tiles(batch, length, max(64, -(-batch * length * heads // resident)), segments, q)
         splits = min(-(-channels // size), channels // (2 * slots), resident // (plan.num_tiles * heads))

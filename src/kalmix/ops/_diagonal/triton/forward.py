@@ -43,18 +43,15 @@ from kalmix.ops._diagonal.triton.loads_and_filter_step import (
 from kalmix.ops._diagonal.triton.plan import (
     PREFETCH,
     channels_per_warp,
+    forward_tile_size,
     is_ragged,
     locate_tile,
     plan_tiles,
-    tile_size,
 )
-from kalmix.ops._shared.gpu import num_multiprocessors
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
-
-RESIDENT_WARPS = 32  # warps that keep a multiprocessor busy
 
 
 @triton.jit
@@ -316,8 +313,7 @@ def forward(
     log_decay, process_noise = log_decay.contiguous(), process_noise.contiguous()
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
     blocks = -(-channels // size)
-    resident = RESIDENT_WARPS * num_multiprocessors(v.device)
-    plan = plan_tiles(batch, length, tile_size(length, batch * heads * blocks, resident), segments, q)
+    plan = plan_tiles(batch, length, forward_tile_size(v, slots), segments, q)
 
     like = {"dtype": torch.float32, "device": v.device}
     tokens = torch.empty if segments is None else torch.zeros  # tokens outside every segment have mean and variance 0

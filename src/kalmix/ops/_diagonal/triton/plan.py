@@ -9,10 +9,12 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
+from kalmix.ops._shared.gpu import num_multiprocessors
 from kalmix.ops._shared.triton.tiles import FIRST_TILE, LAST_TILE, make_tile_tables
 from kalmix.segments import Segments
 
 PREFETCH = 4  # tokens whose signals are loaded while the tokens before them are computed
+RESIDENT_WARPS = 32  # warps that keep a multiprocessor busy
 
 
 class TilePlan(NamedTuple):
@@ -39,13 +41,25 @@ class TilePlan(NamedTuple):
 
 
 def plan_tiles(batch: int, length: int, size: int, segments: Segments | None, placeholder: Tensor) -> TilePlan:
-    """Divide every sequence into tiles of `size` tokens, rounded up to a multiple of `CHUNK`, at most 2^15."""
-    size = min(-(-size // CHUNK) * CHUNK, 1 << 15)  # so that offsets inside a tile fit 32 bits
+    """Divide every sequence into tiles of `size` tokens, rounded by `round_tile_size`."""
+    size = round_tile_size(size)
     if segments is None:
         tiles = -(-length // size)
         return TilePlan(size, tiles, batch * tiles, placeholder, placeholder, tiles == 1)
     tile_table, sequence_table = make_tile_tables(segments.rows, batch, length, size, CHUNK)
     return TilePlan(size, len(tile_table), len(tile_table), tile_table, sequence_table, length <= size)
+
+
+def round_tile_size(size: int) -> int:
+    """Round up to a multiple of `CHUNK`, at most 2^15, so that offsets inside a tile fit 32 bits."""
+    return min(-(-size // CHUNK) * CHUNK, 1 << 15)
+
+
+def forward_tile_size(v: Tensor, slots: int) -> int:
+    """Return the tokens per tile of the forward pass, not rounded, for values `[B, T, G, V]` and K slots."""
+    batch, length, heads, channels = v.shape
+    warps = batch * heads * -(-channels // channels_per_warp(slots, 4))
+    return tile_size(length, warps, RESIDENT_WARPS * num_multiprocessors(v.device))
 
 
 def tile_size(length: int, warps: int, resident: int) -> int:
@@ -69,7 +83,7 @@ def tile_size(length: int, warps: int, resident: int) -> int:
     return -(-length // tiles)
 
 
-def is_ragged(length: int, segments: Segments | None, group: int = PREFETCH) -> bool:
+def is_ragged(length: int, segments: Segments | Tensor | None, group: int = PREFETCH) -> bool:
     """Return whether the length of a sequence may be no multiple of `group`, which needs code for the rest."""
     return segments is not None or length % group > 0
 

@@ -8,10 +8,9 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.ops._diagonal.scratch import CHUNK, padded_slots
-from kalmix.ops._diagonal.triton.forward import RESIDENT_WARPS, map_tiles
+from kalmix.ops._diagonal.triton.forward import map_tiles
 from kalmix.ops._diagonal.triton.loads_and_filter_step import UNSPECIALIZED, cell_offsets
-from kalmix.ops._diagonal.triton.plan import PREFETCH, channels_per_warp, is_ragged, plan_tiles, tile_size
-from kalmix.ops._shared.gpu import num_multiprocessors
+from kalmix.ops._diagonal.triton.plan import PREFETCH, channels_per_warp, forward_tile_size, is_ragged, plan_tiles
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.ptx import supports_ptx
 from kalmix.ops._shared.triton.tiles import contiguous_rows
@@ -71,8 +70,7 @@ def map_sequences(
     k, v, precision = contiguous_rows(k), contiguous_rows(v), contiguous_rows(precision)
     width, size = padded_slots(slots), channels_per_warp(slots, 4)
     blocks = -(-channels // size)
-    resident = RESIDENT_WARPS * num_multiprocessors(v.device)
-    plan = plan_tiles(batch, length, tile_size(length, batch * heads * blocks, resident), segments, k)
+    plan = plan_tiles(batch, length, forward_tile_size(v, slots), segments, k)
     sequences = batch if segments is None else segments.count
     common = {"BLOCK": size, "K": slots, "P": width, "PACKED": segments is not None}
     like = {"dtype": torch.float32, "device": v.device}

@@ -194,21 +194,27 @@ def strides(*tensors: Tensor) -> list[int]:
 def scan_options(sequences: int, v: Tensor, sizes: dict[str, Any], signals: int) -> dict[str, int]:
     """Return the options of a kernel that scans memories: columns per program, and pipeline stages.
 
-    Few columns give programs for every multiprocessor, and leave shared memory for prefetched tiles. A tile needs room
-    for `signals` tensors as wide as a key and two as wide as the columns; the memory itself needs room, too. In float32
-    everything takes twice as much, since products are split. Key widths that are not multiples of 4 are not prefetched:
-    on Hopper, Triton 3.6 then reads out of bounds.
+    Tiles are prefetched to shared memory. A tile needs room for `signals` tensors as wide as a key and two as wide as
+    the columns; the memory itself needs room, too. In float32 everything takes twice as much, since products are split.
+    Key widths that are not multiples of 4 are not prefetched: on Hopper, Triton 3.6 then reads out of bounds.
     """
-    keys, width = -(-sizes["K"] // sizes["BLOCK"]) * sizes["BLOCK"], sizes["V"]
-    values = min(
-        sizes["BLOCK"], max(16, 1 << (width - 1).bit_length()), 64 if keys <= 128 else 32 if keys <= 256 else 16
-    )
-    while values > 32 and sequences * v.shape[2] * -(-width // values) < 128:
-        values //= 2
+    keys, values = -(-sizes["K"] // BLOCK) * BLOCK, scan_columns(sequences, v, sizes["K"])
     element = 8 if v.dtype == torch.float32 else v.dtype.itemsize
     available = shared_memory(v.device) // element - keys * values
     stages = available // (sizes["SIZE"] * (signals * keys + 2 * values))
     return {"VALUES": values, "STAGES": max(1, min(3, stages)) if sizes["K"] % 4 == 0 else 1}
+
+
+def scan_columns(sequences: int, v: Tensor, keys: int) -> int:
+    """Return the columns per program of a kernel that scans memories.
+
+    Few columns give programs for every multiprocessor, and leave shared memory for prefetched tiles.
+    """
+    heads, width = v.shape[2:]
+    columns = min(BLOCK, max(16, 1 << (width - 1).bit_length()), 64 if keys <= 128 else 32 if keys <= 256 else 16)
+    while columns > 32 and sequences * heads * -(-width // columns) < 128:
+        columns //= 2
+    return columns
 
 
 def num_boundaries(v: Tensor, size: int) -> int:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.ops._ridge.tiles import padded_width, scan_columns
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
     FIRST_TILE,
@@ -70,10 +71,8 @@ def launch_plan(k: Tensor, v: Tensor, segments: Tensor | None, size: int) -> Lau
     """Choose tiles, grids and launch options from sizes and dtypes; `segments` are the rows of `Segments`."""
     (batch, length, key_heads, width), (heads, values) = k.shape, v.shape[2:]
     cut = tile_sequences(batch, length, size, None if segments is None else segments_without_checks(segments), k)
-    padded = max(16, 1 << (width - 1).bit_length())
-    columns = min(padded, 64 if padded <= 128 else 32)
-    while columns > 32 and cut.num_sequences * heads * (padded // columns) < 128:
-        columns //= 2
+    padded = padded_width(width)
+    columns = scan_columns(cut.num_sequences, heads, padded)
     column_blocks = -(-width // columns)
     constants = {"K": width, "V": values, "P": padded, "SIZE": size, "PACKED": segments is not None}
     solve_options = {"num_warps": 4 if padded <= 128 else 8, "num_stages": 1}

@@ -8,7 +8,7 @@ that the second one did, if it can, since its Python code takes longer than shor
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -86,28 +86,34 @@ def _high_priority_stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def precompile(function: Callable[..., object], *arguments: Any, tile_size: int | None = None) -> None:
+def precompile(function: Callable[..., object], *arguments: Any, key: Hashable = None) -> None:
     """Call `function` as a dry run that compiles all kernels it would launch, unless a similar call has done so.
 
-    Calls are similar if their tensors agree in dtype, in all sizes from the third on, and in the first two sizes
-    rounded up to powers of two, and if all other arguments and `tile_size` are equal. In a dry run, `function` is
-    called in any case.
+    Calls are similar if their tensors agree in dtype, in all sizes from the third on, in all strides from the second
+    on, and in the first two sizes rounded up to powers of two, and if all other arguments, `key` and the device are
+    equal. In a dry run, `function` is called in any case.
+
+    If similar calls launch different kernels, results are right, but Triton compiles the missing kernels one after
+    another when they are launched.
     """
     if is_dry_run():
         function(*arguments)
         return
-    key = (function, tile_size, *(_size_class(x) if isinstance(x, Tensor) else x for x in arguments))
-    if key not in _PRECOMPILED and not knobs.runtime.interpret:
+    if knobs.runtime.interpret:
+        return
+    sizes = (_size_class(x) if isinstance(x, Tensor) else x for x in arguments)
+    entry = (function, torch.cuda.current_device(), key, *sizes)
+    if entry not in _PRECOMPILED:
         with _compilation():
             function(*arguments)
-        _PRECOMPILED.add(key)
+        _PRECOMPILED.add(entry)
 
 
 def launch_cached(
     function: Callable[..., Any],
     *arguments: Any,
     dry_run: Callable[..., object] | None = None,
-    tile_size_of: Callable[..., int] | None = None,
+    precompile_key: Callable[..., Hashable] | None = None,
 ) -> Any:
     """Call `function` and return its result, with the compiled kernels of an earlier call of the same layout.
 
@@ -121,8 +127,8 @@ def launch_cached(
         function: launches kernels.
         arguments: its arguments: tensors, lists of tensors, and values that can be hashed.
         dry_run: function to precompile before the first call of a layout; see `precompile`.
-        tile_size_of: returns the tokens per tile, given the arguments. Required if it may differ between calls whose
-            tensors are similar for `precompile`.
+        precompile_key: returns the `key` of `precompile`, given the arguments. It must differ between calls that launch
+            different kernels, or kernels with different options, if they are similar otherwise.
     """
     if knobs.runtime.interpret or is_dry_run():
         return function(*arguments)
@@ -137,7 +143,7 @@ def launch_cached(
             return function(*arguments)
         return cached(tensors, driver.active.get_current_stream(layout[1]) if cached.uses_stream else None)
     if cached is None and dry_run is not None:
-        precompile(dry_run, *arguments, tile_size=None if tile_size_of is None else tile_size_of(*arguments))
+        precompile(dry_run, *arguments, key=None if precompile_key is None else precompile_key(*arguments))
     records = cached is not None and cached.may_be_recorded and not _has_hooks()
     recorder = Recorder(tensors) if records else None
     outer = _LAUNCHER.get()
@@ -254,7 +260,7 @@ def _load(future: Future[Any]) -> None:
 
 _LAUNCHER: ContextVar[Callable[[Launch], Any]] = ContextVar("launcher", default=_launch)
 _DRY_RUN: ContextVar[bool] = ContextVar("dry_run", default=False)
-_PRECOMPILED: set[Any] = set()  # keys of calls in `precompile`
+_PRECOMPILED: set[Any] = set()  # calls of `precompile`, of which similar ones are equal
 _LAUNCH_CACHE: dict[Any, _CachedCall | Replay] = {}
 
 
@@ -288,7 +294,7 @@ def _compilation() -> Iterator[None]:
 
 
 def _size_class(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:]
+    return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:], *x.stride()[1:]
 
 
 def _layout(arguments: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
