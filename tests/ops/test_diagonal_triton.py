@@ -14,7 +14,7 @@ from kalmix.ops._diagonal import custom_op as fused
 from kalmix.ops._diagonal import reference
 from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._diagonal.triton.plan import tile_size
-from kalmix.ops._shared.custom_op import gradients_of_prior_only
+from kalmix.ops._shared.custom_op import PriorSwitch
 from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import budgets, relative_error
@@ -199,10 +199,12 @@ def test_gradients_of_the_prior_alone_are_those_of_the_whole_backward_pass(packe
     segments = Segments(RUNS.rows.to(DEVICE)) if packed else None
     inputs = arguments(2, 143, (1, 1), 5, 9, RUNS.count if packed else None)
     leaves = [x.requires_grad_() for x in inputs.values()]
-    mean, _, belief = fused.diagonal(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, False)
+    switch = PriorSwitch()
+    with switch.record():
+        mean, _, belief = fused.diagonal(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, False)
     outputs = [mean, *belief]
     upstream = [torch.ones_like(x) for x in outputs]
     expected = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)[6:]
-    with gradients_of_prior_only():
+    with switch.turned_on():
         found = torch.autograd.grad(outputs, leaves[6:], upstream)
     torch.testing.assert_close(found, expected)

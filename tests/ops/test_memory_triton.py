@@ -20,7 +20,7 @@ from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._delta.signals import DeltaSignals
 from kalmix.ops._linear_memory.custom_op import final_memory
 from kalmix.ops._linear_memory.triton.vector_decay_pairs import GROUP_KEYS, MODERATE_DECAY
-from kalmix.ops._shared.custom_op import gradients_of_prior_only
+from kalmix.ops._shared.custom_op import PriorSwitch
 from kalmix.segments import Segments
 from kalmix.testing.nan_fill import nan_filled_memory
 from kalmix.testing.tolerances import budgets, relative_error
@@ -188,13 +188,33 @@ def test_gradients_of_the_prior_alone_are_those_of_the_whole_backward_pass(op, g
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
     leaves = {name: x.requires_grad_() for name, x in inputs.items()}
     prior = leaves.pop("mean")
-    mean, _, belief = OPS[op].function(**leaves, belief=PointBelief(prior), segments=segments, kernel="triton")
+    switch = PriorSwitch()
+    with switch.record():
+        mean, _, belief = OPS[op].function(**leaves, belief=PointBelief(prior), segments=segments, kernel="triton")
     outputs = [mean, belief.mean]
     upstream = [torch.ones_like(x) for x in outputs]
     (expected, *_) = torch.autograd.grad(outputs, [prior, *leaves.values()], upstream, retain_graph=True)
-    with gradients_of_prior_only():
+    with switch.turned_on():
         (found,) = torch.autograd.grad(outputs, [prior], upstream)
     assert torch.equal(found, expected)
+
+
+def test_other_calls_have_all_gradients_while_one_computes_that_of_the_prior_alone():
+    """The backward pass of another model may run in another thread at the same time."""
+    inputs = {name: x.requires_grad_() for name, x in arguments("head", "head", 1, 20, (1, 1), 4, 4).items()}
+    prior, switch, means = PointBelief(inputs["mean"]), PriorSwitch(), []
+    signals = {name: x for name, x in inputs.items() if name != "mean"}
+    with switch.record():
+        means.append(ops.delta(**signals, belief=prior, kernel="triton").mean)
+    means.append(ops.delta(**signals, belief=prior, kernel="triton").mean)
+    with switch.turned_on():
+        own, others = (
+            torch.autograd.grad(mean.sum(), list(inputs.values()), allow_unused=True, retain_graph=True)
+            for mean in means
+        )
+    assert [name for name, x in zip(inputs, own, strict=True) if x is not None] == ["mean"]
+    assert all(x is not None for x in others)
+    assert all(x is not None for x in torch.autograd.grad(means[0].sum(), list(inputs.values())))
 
 
 def test_value_heads_of_width_one_are_unsupported():

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from kalmix.distributed.context import Call
 from kalmix.distributed.entry import gather_updates
 from kalmix.ops import OpSpec
-from kalmix.ops._shared.custom_op import gradients_of_prior_only
+from kalmix.ops._shared.custom_op import PriorSwitch
 from kalmix.types import Filtered
 
 Lower = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Any]]
@@ -87,6 +87,7 @@ class _Stored(NamedTuple):
         updates: update by each span of all ranks, `[B, ...]`.
         entries: belief before each of these spans, `[B, ...]`. If updates are affine, `None` after the spans of this
             rank.
+        switch: switch by which the graph computes the gradient of `entry` alone.
     """
 
     inputs: list[Tensor]
@@ -94,6 +95,7 @@ class _Stored(NamedTuple):
     outputs: list[Tensor | None]
     updates: list[Any]
     entries: list[Any]
+    switch: PriorSwitch
 
 
 class _TwoPhases(torch.autograd.Function):
@@ -117,10 +119,11 @@ class _TwoPhases(torch.autograd.Function):
         with torch.set_grad_enabled(any(needs_grad)):
             entry = [x.detach().requires_grad_(any(needs_grad)) for x in entry]
             arguments["belief"] = call.select(entry, prior)
-            mean, variance, belief = memory.function(*inputs[:3], **arguments)
+            with (switch := PriorSwitch()).record():
+                mean, variance, belief = memory.function(*inputs[:3], **arguments)
         outputs = [mean, variance, *belief]
         if any(needs_grad):
-            ctx.stored = _Stored([x for x in inputs if x.requires_grad], entry, outputs, updates, entries)
+            ctx.stored = _Stored([x for x in inputs if x.requires_grad], entry, outputs, updates, entries, switch)
         ctx.call, ctx.needs_grad = call, needs_grad
         ctx.set_materialize_grads(False)
         return tuple(None if x is None else x.detach() for x in outputs)
@@ -129,9 +132,9 @@ class _TwoPhases(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        inputs, entry, outputs, updates, entries = ctx.stored
+        inputs, entry, outputs, updates, entries, switch = ctx.stored
         ctx.stored = None  # frees the graph
-        with gradients_of_prior_only():
+        with switch.turned_on():
             local = _gradients(outputs, grads, entry, retain=True)
         own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]
         gathered = call.gather_spans(own_grads)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import wraps
 from inspect import signature, unwrap
 from types import NoneType
@@ -73,7 +74,7 @@ def register_filter_op(
         outputs: number of results of `forward` that have gradients; the others are stored.
         kernel: name of the kernel in error messages.
         prior: function of the arguments of `backward` that returns the gradients of the incoming belief alone, as a
-            tuple. It is called inside `gradients_of_prior_only`, in eager code.
+            tuple. It is called where a `PriorSwitch` is on, in eager code.
         backward_fake: function of the arguments of `backward` that returns empty tensors like its results. Default:
             tensors like the signals and the gradients of the final belief, which must not be `None` then.
     """
@@ -99,6 +100,7 @@ def register_filter_op(
         ctx.set_materialize_grads(False)
         ctx.like = [(x.shape, x.dtype) for x in output[:outputs]]
         ctx.options = [inputs[i] for i in options]
+        ctx.prior_switch = _PRIOR_SWITCH.get()
 
     def gradients(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors
@@ -110,7 +112,8 @@ def register_filter_op(
                 output_grads.append(filled(0.0, shape, dtype, saved[0].device))
             else:
                 output_grads.append(grad)
-        if prior is not None and _WANTED.prior_only and not torch.compiler.is_compiling():
+        switch: PriorSwitch | None = ctx.prior_switch
+        if prior is not None and switch is not None and switch.is_on and not torch.compiler.is_compiling():
             belief_grads = prior(*saved, *output_grads, *ctx.options)
             return *[None] * signals, *belief_grads, *[None] * (len(names) - rows)
         results = run_backward(*saved, *output_grads, *ctx.options)
@@ -122,27 +125,46 @@ def register_filter_op(
     return without_dispatcher(op, setup, register_backward(op, kernel, setup, gradients))
 
 
-class _Wanted:
-    """Flag that tells backward passes, which run in other threads, to compute the gradient of the prior alone."""
+class PriorSwitch:
+    """Switch by which backward passes of some filters compute the gradients of incoming beliefs alone.
 
-    prior_only: bool = False
+    It acts on the filters that are called inside `record`, where this is cheaper. Backward passes may run in other
+    threads than the code that turns it on; so each filter stores its switch with its graph.
 
+    Attributes:
+        is_on: whether gradients other than those of incoming beliefs may be missing.
 
-_WANTED = _Wanted()
-
-
-@contextmanager
-def gradients_of_prior_only() -> Iterator[None]:
-    """Let backward passes of filters compute the gradients of incoming beliefs alone, where this is cheaper.
-
-    Call `torch.autograd.grad` inside, for the incoming belief only: other gradients may be missing. No other backward
-    pass of the process may run meanwhile.
+    Example:
+        switch = PriorSwitch()
+        with switch.record():
+            mean, _, belief = ops.delta(q, k, v, belief=prior)
+        with switch.turned_on():
+            grads = torch.autograd.grad(mean.sum(), list(prior), retain_graph=True)
     """
-    _WANTED.prior_only = True
-    try:
-        yield
-    finally:
-        _WANTED.prior_only = False
+
+    def __init__(self) -> None:
+        self.is_on = False
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Let this switch act on the filters that are called inside."""
+        previous = _PRIOR_SWITCH.set(self)
+        try:
+            yield
+        finally:
+            _PRIOR_SWITCH.reset(previous)
+
+    @contextmanager
+    def turned_on(self) -> Iterator[None]:
+        """Turn the switch on; inside, call `torch.autograd.grad` for incoming beliefs only."""
+        self.is_on = True
+        try:
+            yield
+        finally:
+            self.is_on = False
+
+
+_PRIOR_SWITCH: ContextVar[PriorSwitch | None] = ContextVar("prior_switch", default=None)
 
 
 def without_dispatcher(op: Any, setup: Function | None = None, backward: Function | None = None) -> Function:
