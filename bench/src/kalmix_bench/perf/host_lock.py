@@ -1,4 +1,4 @@
-"""Lock by which processes that prepare share a machine, and one that is timed, or needs the memory, has it alone."""
+"""Lock of a machine: several processes prepare at the same time; one that is timed, or needs all memory, runs alone."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> None:
             print_profile(calls(options.profile, "head", device).training)
             return
         print(f"microseconds of host time per call ({device})\n")
-        print(f"{'op':24}{'forward':>10}{'forward + backward':>20}{f'{SHARING} in a backward pass':>24}")
+        print(f"{'op':24}{'forward':>10}{'forward + backward':>20}{f'{SHARING} calls, 1 backward':>24}")
         x = signals("delta", "head", SHAPE, device, torch.bfloat16)
         rows = {f"{op}, decay per {decay}": calls(op, decay, device) for op, decay in CASES}
         for name, run in zip(("bare custom op", "bare autograd.Function"), _bare(), strict=True):

@@ -36,7 +36,7 @@ def row_or_reason(measure: Callable[[], dict[str, Any]], limit: float) -> dict[s
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitError` after some seconds, wherever the code is then; afterwards restore the gradient mode."""
+    """Raise `TimeLimitError` in the body after `seconds`; restore the gradient mode on exit."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise TimeLimitError(f"took longer than {seconds:.0f} s")

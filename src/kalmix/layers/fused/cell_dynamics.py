@@ -27,7 +27,7 @@ def cell_dynamics(
     Returns:
         Two tensors in the shape and dtype of the inputs.
 
-    Complexity: O(1) per element. The backward pass stores the inputs.
+    Complexity: O(1) per element. Training stores the inputs.
 
     Example:
         >>> from kalmix.layers.fused import cell_dynamics

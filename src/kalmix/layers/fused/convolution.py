@@ -53,7 +53,7 @@ def short_convolution(
     Returns:
         y `[B, T, C]` in the dtype of `x`, 0 outside segments, and the new state `[N, S - 1, C]`.
 
-    Complexity: O(S) per element. The backward pass stores the inputs.
+    Complexity: O(S) per element. Training stores the inputs.
 
     Example:
         >>> from kalmix.layers.fused import short_convolution
@@ -85,7 +85,7 @@ def convolve_qkv(
     Returns:
         q and k `[B, T, n]` and v `[B, T, C - 2 n]` in the dtype of `x`, 0 outside segments; the new state.
 
-    Complexity: O(S) per element. The backward pass stores the inputs.
+    Complexity: O(S) per element. Training stores the inputs.
 
     Example:
         >>> from kalmix.layers.fused import QueryKeyColumns, UnitNorm, convolve_qkv

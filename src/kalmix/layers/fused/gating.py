@@ -22,7 +22,7 @@ def swiglu(x: Tensor) -> Tensor:
     Returns:
         `[..., F]` in the dtype of `x`.
 
-    Complexity: O(1) per element. The backward pass stores `x`.
+    Complexity: O(1) per element. Training stores `x`.
 
     Example:
         >>> from kalmix.layers.fused import swiglu

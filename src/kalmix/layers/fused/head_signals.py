@@ -78,7 +78,7 @@ def head_signals(x: Tensor, signals: Sequence[HeadSignal]) -> list[Tensor]:
         One tensor `[..., columns]` per group, or two for "decay-step", in float32. Sums are in float32, also under
         autocast.
 
-    Complexity: O(D) per column. The backward pass stores x, the weights and `[..., columns]`.
+    Complexity: O(D) per column. Training stores x, the weights and `[..., columns]`.
     """
     padded = [*signals, *[None] * (MAX_GROUPS - len(signals))]
     weights, biases, log_rates = (

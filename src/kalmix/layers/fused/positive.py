@@ -25,7 +25,7 @@ def positive(raw: Tensor) -> Tensor:
     Returns:
         A tensor of the same shape and dtype.
 
-    Complexity: O(1) per element. The backward pass stores `raw` and the result.
+    Complexity: O(1) per element. Training stores `raw` and the result.
 
     Example:
         >>> from kalmix.layers.fused import positive

@@ -25,7 +25,7 @@ def softplus_precision(raw: Tensor, floor: float) -> Tensor:
     Returns:
         `[..., C]` in float32, or in float64 if `raw` is float64.
 
-    Complexity: O(1) per element. The backward pass stores `raw` and the result.
+    Complexity: O(1) per element. Training stores `raw` and the result.
 
     Example:
         >>> from kalmix.layers.fused import softplus_precision

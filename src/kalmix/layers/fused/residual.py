@@ -25,7 +25,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Returns:
         The sum in the wider of both dtypes, and the norm in that dtype or in autocast's.
 
-    Complexity: O(1) per element. The backward pass stores the sum and the weight.
+    Complexity: O(1) per element. Training stores the sum and the weight.
 
     Example:
         >>> from kalmix.layers.fused import add_rms_norm

@@ -56,7 +56,7 @@ def rms_norm(x: Tensor, weight: Tensor, norm: Norm, gate: Gate | None = None) ->
     Returns:
         `[..., E]`, in the dtype of `x` and the gate, or in autocast's.
 
-    Complexity: O(1) per element. The backward pass stores x, the gate's input and the weight.
+    Complexity: O(1) per element. Training stores x, the gate's input and the weight.
 
     Example:
         >>> from kalmix.layers.fused import Gate, Norm, rms_norm

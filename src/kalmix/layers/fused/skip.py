@@ -25,7 +25,7 @@ def gated_skip(x: Tensor, z: Tensor, scale: Tensor, gate: Tensor) -> Tensor:
     Returns:
         `[..., C]` in the wider dtype of `x`, `z` and `gate`.
 
-    Complexity: O(1) per element. The backward pass stores the inputs.
+    Complexity: O(1) per element. Training stores the inputs.
 
     Example:
         >>> from kalmix.layers.fused import gated_skip

@@ -25,7 +25,7 @@ def step_decay(raw: Tensor, bias: Tensor, log_rate: Tensor) -> Tensor:
     Returns:
         `[..., C]` in float32, or in float64 if `raw` is float64.
 
-    Complexity: O(1) per element. The backward pass stores the inputs.
+    Complexity: O(1) per element. Training stores the inputs.
 
     Example:
         >>> from kalmix.layers.fused import step_decay

@@ -27,7 +27,7 @@ def l2_normalize(x: Tensor, scale: float = 1.0, eps: float = 1e-6, *, eps_on_len
     Returns:
         `[..., K]` in the dtype of `x`.
 
-    Complexity: O(1) per element. The backward pass stores the result and one float32 per vector.
+    Complexity: O(1) per element. Training stores the result and one float32 per vector.
 
     Example:
         >>> from kalmix.layers.fused import l2_normalize

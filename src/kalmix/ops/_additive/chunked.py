@@ -1,7 +1,7 @@
 """`additive` in chunks, in PyTorch: parallel over chunks, except for the scan of the memory over them.
 
-Inside a chunk the read-out is linear attention with decays. A chunk maps the memory by a decay and a write. The
-backward pass stores the memory at the start of each chunk and recomputes everything else, so that training takes
+Inside a chunk the read-out is linear attention with decays. A chunk maps the memory by a decay and a write.
+Training stores the memory at the start of each chunk, and recomputes everything else in the backward pass. So it takes
 O(T (K + V) + T K V / CHUNK) memory.
 """
 

@@ -12,7 +12,7 @@ from kalmix.types import Filtered
 def additive(
     signals: AdditiveSignals, belief: PointBelief, segments: Segments | None, no_prior: bool = False
 ) -> Filtered:
-    """Compute `kalmix.ops.additive` in Triton. The backward pass stores a memory per tile of at most 64 tokens.
+    """Compute `kalmix.ops.additive` in Triton. Training stores a memory per tile of at most 64 tokens.
 
     See `filter_memory` for the arguments.
     """

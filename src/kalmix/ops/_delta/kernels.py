@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     delta(signals, belief, segments) -> Filtered
 
-The function in `custom_op` has one more argument: whether no belief was given.
+The function in `custom_op` also takes `no_prior`: whether no belief was given.
 The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 

@@ -2,9 +2,9 @@
 
 A tile maps the belief of a cell by five bounded numbers (`_TileMap`), so a sequence is filtered in three passes:
 compute the maps of all tiles, position by position; scan the beliefs over tiles; filter inside all tiles, starting from
-the beliefs found. The backward pass stores these beliefs and recomputes everything else, so that training takes
-O(T (K + V) + T K V / TILE) memory. It passes gradients from tile to tile in the same way (`_TileGradMap`). If the batch
-is so large that one tile fills the cache, slices have one tile each, and only the last pass runs.
+the beliefs found. Training stores these beliefs, and recomputes everything else in the backward pass. So it takes
+O(T (K + V) + T K V / TILE) memory. Gradients pass from tile to tile in the same way (`_TileGradMap`). If the batch is
+so large that one tile fills the cache, slices have one tile each, and only the last pass runs.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ def diagonal(
     no_prior: bool = False,
     cuda: bool = False,
 ) -> Filtered:
-    """Compute `kalmix.ops.diagonal` on a GPU. The backward pass stores a belief every 32 tokens and no other state.
+    """Compute `kalmix.ops.diagonal` on a GPU. Training stores a belief every 32 tokens and no other state.
 
     Args:
         signals: signals of the tokens.

@@ -39,10 +39,10 @@ def filter_memory(
 ) -> Filtered:
     """Compute `kalmix.ops.delta` if `corrects`, otherwise `kalmix.ops.additive`.
 
-    The backward pass stores a memory every `tile_size` tokens of a sequence (if `no_prior` and packed, none before the
-    first token) and, if `corrects`, the prediction errors and an inverse `[tile_size, tile_size]` for each tile. With
-    decays per key it also stores the scores, a number per token and position in the tile, and the decays `[K]` of every
-    16 tokens; zeros if tiles have 16 tokens.
+    Training stores a memory every `tile_size` tokens of a sequence (if `no_prior` and packed, none before the first
+    token) and, if `corrects`, the prediction errors and an inverse `[tile_size, tile_size]` for each tile. With decays
+    per key it also stores the scores, a number per token and position in the tile, and the decays `[K]` of every 16
+    tokens; zeros if tiles have 16 tokens.
 
     Args:
         signals: signals of the tokens.

@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     ridge(signals, belief, segments, variance, ridge, solver) -> Filtered
 
-The function in `custom_op` has one more argument: whether no belief was given.
+The function in `custom_op` also takes `no_prior`: whether no belief was given.
 The op checks arguments before the call. `belief` is never `None`; its tensors may be expanded (stride 0).
 """
 
