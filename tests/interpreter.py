@@ -13,7 +13,8 @@ def patch() -> None:
     _patch_language_once()
     _drop_nan_as_gpus_do()
     _describe_blocks_once()
-    _skip_idle_broadcasts()
+    _make_constants_once()
+    _broadcast_directly()
     _skip_idle_checks()
     _compute_directly()
 
@@ -27,9 +28,13 @@ def _patch_language_once() -> None:
     from triton.runtime import interpreter
 
     core, patch = interpreter.tl.core, interpreter._patch_lang
+    languages_of: dict[Callable[..., object], list[Any]] = {}
 
     def patch_lang(fn: Callable[..., object]) -> Any:
-        languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is core]
+        languages = languages_of.get(fn)
+        if not languages:
+            languages = [x for x in fn.__globals__.values() if x is interpreter.tl or x is core]
+            languages_of[fn] = languages
         patched = languages and not any(core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if patched else patch(fn)
 
@@ -51,50 +56,125 @@ def _describe_blocks_once() -> None:
     """Save Triton's interpreter a third of its time.
 
     Every operation builds the type of its result, and the objects that describe its shape. Build them once for each
-    element type and shape.
+    element type and shape. Handles lose a check of the item size, which no operation of the interpreter can fail.
     """
     from triton.runtime import interpreter
 
     core, find_dtype = interpreter.tl.core, interpreter._get_np_dtype
     build_type, build_tensor = core.block_type.__init__, core.tensor.__init__
     types: dict[tuple[object, ...], dict[str, object]] = {}
+    retyped: dict[tuple[object, ...], object] = {}
     tensors: dict[str, dict[str, object]] = {}
     dtypes: dict[str, Any] = {}
 
     def init_type(self: Any, element_ty: Any, shape: Any) -> None:
         sizes = shape.value if isinstance(shape, core.constexpr) else shape
-        key = (element_ty.name, *(s.value if isinstance(s, core.constexpr) else s for s in sizes))
-        if key not in types:
+        key = (element_ty.name, *(sizes.values if type(sizes) is core.tuple else sizes))
+        known = types.get(key)
+        if known is None:
             build_type(self, element_ty, shape)
             types[key] = vars(self).copy()
-        vars(self).update(types[key])
+        else:
+            self.__dict__.update(known)
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        key = (scalar_ty.name, *self.shape.values)
+        if key not in retyped:
+            retyped[key] = core.block_type(scalar_ty, self.shape)
+        return retyped[key]
 
     def init_tensor(self: Any, handle: Any, dtype: Any) -> None:
-        if dtype.name not in tensors:
+        known = tensors.get(dtype.name)
+        if known is None:
             build_tensor(self, handle, dtype)
-            tensors[dtype.name] = {name: value for name, value in vars(self).items() if name != "handle"}
-        vars(self).update(tensors[dtype.name])
+            known = {name: value for name, value in vars(self).items() if name != "handle"}
+            tensors[dtype.name] = known
+        self.__dict__.update(known)
         self.handle = handle
+
+    def init_handle(self: Any, data: Any, dtype: Any, attr: dict[str, object] | None = None) -> None:
+        self.data, self.dtype, self.attr = data, dtype, {} if attr is None else attr
 
     def np_dtype(tt_dtype: Any) -> Any:
         if tt_dtype.name not in dtypes:
             dtypes[tt_dtype.name] = find_dtype(tt_dtype)
         return dtypes[tt_dtype.name]
 
-    core.block_type.__init__, core.tensor.__init__ = init_type, init_tensor
+    core.block_type.__init__, core.block_type.with_element_ty = init_type, with_element_ty
+    core.tensor.__init__, interpreter.TensorHandle.__init__ = init_tensor, init_handle
     interpreter._get_np_dtype = np_dtype
 
 
-def _skip_idle_broadcasts() -> None:
-    """Return two blocks of one shape as they are. The interpreter compares both shapes with a new one, size by size."""
+def _make_constants_once() -> None:
+    """Make a read-only tensor of each number once. The interpreter makes one wherever a kernel names a number."""
     from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
 
+    tensor, convert, constant = interpreter.tl.core.tensor, TritonSemantic.to_tensor, TritonSemantic.scalar_constant
+    numbers = (int, float, bool)
+    converted: dict[tuple[object, ...], Any] = {}
+    constants: dict[tuple[object, ...], Any] = {}
+
+    def read_only(made: Any) -> Any:
+        made.handle.data.flags.writeable = False
+        return made
+
+    def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
+        kind = type(x)
+        if kind is tensor:
+            return x
+        if kind not in numbers:
+            return convert(self, x, check_type)
+        if (kind, x) not in converted:
+            converted[kind, x] = read_only(convert(self, x))
+        return converted[kind, x]
+
+    def scalar_constant(self: Any, value: Any, dtype: Any) -> Any:
+        if dtype is None or type(value) not in numbers:
+            return constant(self, value, dtype)
+        if (value, dtype.name) not in constants:
+            constants[value, dtype.name] = read_only(constant(self, value, dtype))
+        return constants[value, dtype.name]
+
+    TritonSemantic.to_tensor, TritonSemantic.scalar_constant = to_tensor, scalar_constant
+
+
+def _broadcast_directly() -> None:
+    """Broadcast two operands by one call of NumPy. The interpreter compares both shapes with a new one, size by size.
+
+    What is left to it here: blocks with different numbers of axes.
+    """
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+
+    core, tensor, handle = interpreter.tl.core, interpreter.tl.core.tensor, interpreter.TensorHandle
     broadcast = TritonSemantic.broadcast_impl_value
 
+    def fill(value: Any, like: Any) -> Any:
+        data = np.empty(like.shape.values, interpreter._get_np_dtype(value.dtype))
+        data[...] = value.handle.data
+        return tensor(handle(data, value.dtype), like.with_element_ty(value.dtype))
+
+    def expand(block: Any, shape: tuple[int, ...]) -> Any:
+        if block.handle.data.shape == shape:
+            return block
+        data = np.broadcast_to(block.handle.data, shape)
+        return tensor(handle(data, block.dtype), core.block_type(block.dtype, list(shape)))
+
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
-        if lhs.type.is_block() and rhs.type.is_block() and lhs.type.shape.values == rhs.type.shape.values:
+        left, right = lhs.type, rhs.type
+        if not left.is_block() or not right.is_block():
+            if left.is_block():
+                rhs = fill(rhs, left)
+            elif right.is_block():
+                lhs = fill(lhs, right)
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        if left.shape.values == right.shape.values:
+            return lhs, rhs
+        if len(left.shape) != len(right.shape):
+            return broadcast(self, lhs, rhs)
+        shape = np.broadcast_shapes(tuple(left.shape.values), tuple(right.shape.values))
+        return expand(lhs, shape), expand(rhs, shape)
 
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
 
@@ -103,12 +183,16 @@ def _skip_idle_checks() -> None:
     """Skip checks that cannot fail.
 
     It computes every integer sum and product again in 64 bits, for an assertion that it makes in its debug mode only.
-    Before every operation, it looks for the type of the result, also if both operands have that type.
+    Before every operation, it looks for the type of the result, also if both operands have that type. It compares
+    dtypes by name, also if they are one object, and looks for constants inside of tensors.
     """
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
-    tensor, check = interpreter.tl.core.tensor, TritonSemantic.binary_op_type_checking_impl
+    core = interpreter.tl.core
+    tensor, check, cast = core.tensor, TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast
+    unwrap, equal = core._unwrap_if_constexpr, core.dtype.__eq__
+    plain = {tensor, core.dtype, int, float, bool, type(None)}
 
     def check_operands(self: Any, lhs: Any, rhs: Any, *options: Any, **named: Any) -> Any:
         alike = type(lhs) is tensor and type(rhs) is tensor and lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()
@@ -116,25 +200,32 @@ def _skip_idle_checks() -> None:
             return self.broadcast_impl_value(lhs, rhs)
         return check(self, lhs, rhs, *options, **named)
 
-    TritonSemantic.binary_op_type_checking_impl = check_operands
+    def cast_operand(self: Any, input: Any, dst_ty: Any, *options: Any) -> Any:  # noqa: A002
+        return input if input.dtype is dst_ty.scalar else cast(self, input, dst_ty, *options)
+
+    TritonSemantic.binary_op_type_checking_impl, TritonSemantic.cast = check_operands, cast_operand
     TritonSemantic.binary_op_sanitize_overflow_impl = lambda self, *given: None
+    core._unwrap_if_constexpr = lambda x: x if type(x) in plain else unwrap(x)
+    core.dtype.__eq__ = lambda self, other: self is other or equal(self, other)
 
 
 def _compute_directly() -> None:
-    """Compute sums, differences and products of float32 and of integers by one call of NumPy each.
+    """Compute arithmetic and comparisons of float32 and of integers by one call of NumPy each; also sums with pointers.
 
     The interpreter converts, broadcasts and describes both operands first, in about ten calls. What is left to it here:
-    pointers, other dtypes, operands of two dtypes and blocks with different numbers of axes. Functions of the language
-    also lose a layer of calls that copies their arguments.
+    other dtypes, floating-point operands of two dtypes and blocks with different numbers of axes. Functions of the
+    language also lose a layer of calls that copies their arguments.
     """
     from triton.runtime import interpreter
     from triton.runtime.interpreter import TensorHandle, TritonSemantic
 
     core = interpreter.tl.core
-    tensor, constexpr = core.tensor, core.constexpr
+    tensor, constexpr, select = core.tensor, core.constexpr, TritonSemantic.where
     numbers = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
-    operations = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
-    names = {f"__{r}{name}__": (operation, bool(r)) for name, operation in operations.items() for r in ("", "r")}
+    signed = ("int32", "int64")
+    arithmetic = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+    comparisons = {"lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal}
+    comparisons |= {"eq": np.equal, "ne": np.not_equal}
 
     def number(value: Any, dtype: str) -> Any:
         """Return a number in a dtype, without an axis; `None` if Triton would compute in another dtype."""
@@ -144,30 +235,78 @@ def _compute_directly() -> None:
             return numbers[dtype](value)
         return None
 
-    def direct(operation: Any, swapped: bool, otherwise: Any) -> Any:
+    def common_type(left: Any, right: Any, dtype: Any) -> Any:
+        """Return the type of an operation's result in a dtype; `None` if the numbers of axes differ."""
+        if not right.is_block():
+            return left.with_element_ty(dtype)
+        if not left.is_block() or left.shape.values == right.shape.values:
+            return right.with_element_ty(dtype)
+        if len(left.shape) != len(right.shape):
+            return None
+        return core.block_type(dtype, list(np.broadcast_shapes(tuple(left.shape.values), tuple(right.shape.values))))
+
+    def direct(operation: Any, swapped: bool, otherwise: Any, result: Any, dtypes: tuple[str, ...]) -> Any:
         def run(self: Any, other: Any) -> Any:
-            dtype, result = self.dtype, self.type
-            if dtype.name not in numbers:
+            dtype = self.dtype
+            if dtype.name not in dtypes:
                 return otherwise(self, other)
             if type(other) is tensor:
                 if other.dtype is not dtype:
-                    return otherwise(self, other)
-                value, shape = other.handle.data, other.type.shape if other.type.is_block() else None
-                if shape is not None and not result.is_block():
-                    result = other.type
-                elif shape is not None and shape.values != result.shape.values:
-                    if len(shape) != len(result.shape):
+                    if dtype.name not in signed or other.dtype.name not in signed:
                         return otherwise(self, other)
-                    sizes = np.broadcast_shapes(tuple(shape.values), tuple(result.shape.values))
-                    result = core.block_type(dtype, list(sizes))
+                    dtype = core.int64
+                type_ = common_type(self.type, other.type, result or dtype)
+                if type_ is None:
+                    return otherwise(self, other)
+                value = other.handle.data
             else:
                 value = number(other.value if type(other) is constexpr else other, dtype.name)
                 if value is None:
                     return otherwise(self, other)
+                type_ = self.type.with_element_ty(result) if result else self.type
             data = operation(value, self.handle.data) if swapped else operation(self.handle.data, value)
-            return tensor(TensorHandle(data, dtype), result)
+            return tensor(TensorHandle(data, result or dtype), type_)
 
         return run
+
+    def offset(otherwise: Any) -> Any:
+        """Return a sum that also adds offsets to pointers."""
+
+        def run(self: Any, other: Any) -> Any:
+            dtype = self.dtype
+            if not dtype.is_ptr() or type(other) is not tensor or other.dtype.name not in signed:
+                return otherwise(self, other)
+            type_ = common_type(self.type, other.type, dtype)
+            if type_ is None:
+                return otherwise(self, other)
+            size = max(1, dtype.element_ty.primitive_bitwidth // 8)
+            return tensor(TensorHandle(self.handle.data + size * other.handle.data.astype(np.uint64), dtype), type_)
+
+        return run
+
+    def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        if condition.dtype is core.int1 and type(x) is tensor and type(y) is tensor and x.dtype is y.dtype:
+            type_ = common_type(x.type, y.type, x.dtype)
+            type_ = type_ and common_type(condition.type, type_, x.dtype)
+            if type_ is not None:
+                data = np.where(condition.handle.data, x.handle.data, y.handle.data)
+                return tensor(TensorHandle(data, x.dtype), type_)
+        return select(self, condition, x, y)
+
+    def fast(name: str, otherwise: Any) -> Any:
+        """Return a faster form of a method of tensors."""
+        name = name.strip("_")
+        if name in comparisons:
+            return direct(comparisons[name], False, otherwise, core.int1, (*numbers,))
+        if name in ("and", "or"):
+            return direct(np.bitwise_and if name == "and" else np.bitwise_or, False, otherwise, None, ("int1", *signed))
+        if name in ("truediv", "rtruediv"):
+            return direct(np.divide, name[0] == "r", otherwise, None, ("fp32",))
+        if name in arithmetic or name[1:] in arithmetic:
+            swapped = name not in arithmetic
+            run = direct(arithmetic[name[swapped:]], swapped, otherwise, None, (*numbers,))
+            return offset(run) if name in ("add", "radd") else run
+        return otherwise
 
     def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
         semantic, function = TritonSemantic(builder), getattr(member, "__wrapped__", member)
@@ -176,6 +315,6 @@ def _compute_directly() -> None:
             named["_semantic"] = semantic
             return function(*given, **named)
 
-        scope.set_attr(owner, name, direct(*names[name], call) if owner is tensor and name in names else call)
+        scope.set_attr(owner, name, fast(name, call) if owner is tensor else call)
 
-    interpreter._patch_attr = patch_attr
+    interpreter._patch_attr, TritonSemantic.where = patch_attr, where
