@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ def patch() -> None:
     _describe_blocks_once()
     _make_constants_once()
     _broadcast_directly()
+    _convert_directly()
     _skip_idle_checks()
     _compute_directly()
 
@@ -23,7 +25,7 @@ def _patch_language_once() -> None:
     """Save Triton's interpreter a third of its time.
 
     It patches `triton.language` at every launch, and again at every call of a device function, where nothing is left to
-    patch: skip the second.
+    patch: skip the second. At a launch, it looks for functions to patch among all members: look once.
     """
     from triton.runtime import interpreter
 
@@ -38,7 +40,15 @@ def _patch_language_once() -> None:
         patched = languages and not any(core.is_builtin(language.load) for language in languages)
         return interpreter._LangPatchScope() if patched else patch(fn)
 
-    interpreter._patch_lang = patch_lang
+    builtins_of: dict[Any, list[tuple[str, Any]]] = {}
+
+    def patch_builtin(owner: Any, builder: Any, scope: Any) -> None:
+        if owner not in builtins_of:
+            builtins_of[owner] = inspect.getmembers(owner, core.is_builtin)
+        for name, member in builtins_of[owner]:
+            interpreter._patch_attr(owner, name, member, builder, scope)
+
+    interpreter._patch_lang, interpreter._patch_builtin = patch_lang, patch_builtin
 
 
 def _drop_nan_as_gpus_do() -> None:
@@ -177,6 +187,39 @@ def _broadcast_directly() -> None:
         return expand(lhs, shape), expand(rhs, shape)
 
     TritonSemantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _convert_directly() -> None:
+    """Convert between float32 and bfloat16, which it rounds toward zero, by a shift; add an axis by one call of NumPy.
+
+    The interpreter takes each number apart into sign, exponent and significand.
+    """
+    from triton.language.semantic import TritonSemantic
+    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    core = interpreter.tl.core
+    cast, expand = InterpreterBuilder.cast_impl, TritonSemantic.expand_dims
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        names = (src.dtype.scalar.name, dst_type.scalar.name)
+        if names == ("bf16", "fp32"):
+            data = (src.data.astype(np.uint32, order="C") << np.uint32(16)).view(np.float32)
+        elif names == ("fp32", "bf16"):
+            data = (src.data.view(np.uint32) >> np.uint32(16)).astype(np.uint16, order="C")
+        else:
+            return cast(self, src, dst_type)
+        return TensorHandle(data, dst_type.scalar)
+
+    def expand_dims(self: Any, block: Any, axis: int) -> Any:
+        if not block.type.is_block():
+            return expand(self, block, axis)
+        shape = [*block.type.shape.values]
+        shape.insert(axis, 1)
+        type_ = core.block_type(block.dtype, shape)
+        return core.tensor(TensorHandle(block.handle.data.reshape(shape), block.dtype), type_)
+
+    InterpreterBuilder.cast_impl, TritonSemantic.expand_dims = cast_impl, expand_dims
 
 
 def _skip_idle_checks() -> None:
