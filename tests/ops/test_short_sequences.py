@@ -180,9 +180,9 @@ if DEVICE == "cuda":  # every launch configuration
     ]
 
 
-# Without a GPU, a third of the combinations, and all of two cases.
+# Without a GPU, a third of the combinations, and all of two cases. Second combinations of other cases are slow tests.
 TRIED = [
-    (*case, *belief)
+    pytest.param(*case, *belief, marks=pytest.mark.slow if DEVICE != "cuda" and i % 3 == 0 and j == 3 else [])
     for i, case in enumerate(CASES)
     for j, belief in enumerate(BELIEFS)
     if DEVICE == "cuda" or i in (1, 4) or (i + j) % 3 == 0
@@ -197,7 +197,10 @@ def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, n
     check(op, inputs, segments, prior, final)
 
 
-@pytest.mark.parametrize(("prior", "final"), BELIEFS)
+@pytest.mark.parametrize(
+    ("prior", "final"),
+    [pytest.param(*x, marks=pytest.mark.slow if DEVICE != "cuda" and x[0] != x[1] else []) for x in BELIEFS],
+)
 @pytest.mark.parametrize(("dtype", "name"), [(FLOAT, "mixed"), (HALF, "one long"), (FLOAT, "tile")])
 def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypatch):
     monkeypatch.setattr("kalmix.ops._diagonal.triton.forward.tile_size", lambda *_: 32)
