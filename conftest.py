@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import signal
@@ -22,6 +23,11 @@ if not torch.cuda.is_available():  # Triton's interpreter stands in for a GPU; T
 torch.set_num_threads(1)  # the suite runs one process a core
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # and so do the processes that tests start
 os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # which print where they were if they crash
+
+
+def pytest_collection_finish() -> None:
+    """Exempt the modules imported by then from garbage collection: some tests collect garbage many times."""
+    gc.freeze()
 
 
 class CommandResult(NamedTuple):
