@@ -68,6 +68,10 @@ def _slow(case, name):
         return True
     if name == "agrees_over_all_documented_noises" and case.dtype == torch.float64:  # errors of float32 are larger
         return True
+    if name == "strides_do_not_matter" and case.dtype == torch.float64:  # float32 runs the same code
+        return True
+    if name == "agrees_at_lengths_around_tiles" and case.kernel == "reference":  # it has no tiles
+        return True
     return case.interpreted and name in SLOW_INTERPRETED and case.name not in ("additive", "attend")
 
 
