@@ -24,8 +24,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (200, 5, 16, 17, 48, 65, 128, 129, 1000, 4096)
 SLOW = pytest.mark.slow
 PROBLEMS = ("additive-keys", "attend", "delta-keys", "dense", "diagonal", "ridge")
+COSTLY = ("additive-keys", "attend")  # `delta-keys` has the kernels of the first; the second takes seconds to compile
 COMPILED = [
-    pytest.param(name, *rows, marks=[] if rows == (1, False) and name != "attend" else SLOW)  # attend takes 5 s
+    pytest.param(name, *rows, marks=[] if rows == (1, False) and name not in COSTLY else SLOW)
     for name in PROBLEMS
     for rows in ((1, False), (2, False), (2, True))
 ]
@@ -52,7 +53,7 @@ def test_two_graphs_serve_training_at_all_lengths(name: str, batch: int, packed:
     assert graphs == [1] + [2] * (len(LENGTHS) - 1)
 
 
-@pytest.mark.parametrize("name", ["additive-keys", "delta-keys", "diagonal", "ridge"])
+@pytest.mark.parametrize("name", [pytest.param("additive-keys", marks=SLOW), "delta-keys", "diagonal", "ridge"])
 def test_two_graphs_serve_all_packed_training_without_a_prior(name: str):
     """The tensors that are stored then have other sizes than with a prior."""
     case, counting, graphs = Case(name, "triton", DEVICE), CountingBackend("aot_eager"), []

@@ -220,7 +220,12 @@ def tolerances(name, signals, prior, dtype):
     return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
 
 
+COSTLY = ("ridge-conjugate", "dense-heads", "dense-turning")  # in the interpreter; `ridge` and `dense` stay
+
+
 def is_slow(name, kernel, dtype):
+    if kernel == "triton" and name in COSTLY and not torch.cuda.is_available():
+        return True
     return name.endswith("-wide") or (kernel == "triton" and dtype == HALF and name not in ("delta", "attend"))
 
 
