@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_folder_is_read_in_order_and_only_its_texts(tmp_path: Path) -> None:
 def test_file_is_read_with_any_suffix(tmp_path: Path) -> None:
     (tmp_path / "novel").write_bytes("\ufeffChapter é".encode())
     assert list(text.read_documents(tmp_path / "novel").values()) == ["Chapter é"]
+
+
+def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
+    for seed, name in enumerate((b"a.txt", b"caf\xe9.txt")):
+        (tmp_path / os.fsdecode(name)).write_text(paragraph(seed))
+    assert len(text.load_corpus(tmp_path, held_out=0.5).held_out) == 1
 
 
 @pytest.mark.slow

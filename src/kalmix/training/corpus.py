@@ -200,7 +200,7 @@ def split_documents(documents: Mapping[str, str], held_out: float) -> Corpus:
     size = {name: len(text.encode()) for name, text in documents.items()}
     target = max(1, round(held_out * sum(size.values())))
     held_out_names: list[str] = []
-    for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
+    for name in sorted(documents, key=_hash):
         if len(held_out_names) + 1 == len(documents):
             break
         if size[name] + sum(size[other] for other in held_out_names) <= 1.1 * target:
@@ -219,6 +219,11 @@ def split_documents(documents: Mapping[str, str], held_out: float) -> Corpus:
             "text", problem=f"has only {sum(size.values())} bytes", expected="enough text to hold some out"
         )
     return Corpus(rest, tuple(held_out_texts))
+
+
+def _hash(name: str) -> bytes:
+    """Return the SHA-256 of a name. Lone surrogates stand for bytes of a file's name that are not UTF-8."""
+    return hashlib.sha256(name.encode(errors="surrogatepass")).digest()
 
 
 def _split_tail(text: str, tail: int) -> tuple[str, str]:
