@@ -75,6 +75,21 @@ def test_greedy_generation_is_equal_for_run_and_model_folder(kalmix, run_folder:
     assert kalmix("generate", run_folder, *greedy).output == kalmix("generate", run_folder / "model", *greedy).output
 
 
+def test_texts_begin_with_the_token_of_the_configuration(kalmix, run_folder: Path, tmp_path: Path) -> None:
+    """A run on shards has their tokenizer, which need not have a token that is named `<|endoftext|>`."""
+    folder = tmp_path / "run"
+    shutil.copytree(run_folder, folder)
+    tokenizer = folder / "model" / "tokenizer.json"
+    tokenizer.write_text(tokenizer.read_text().replace("<|endoftext|>", "<s>"))
+    greedy = ("--prompt", "filter", "--temperature", 0, "--tokens", 5)
+    assert kalmix("generate", folder, *greedy) == kalmix("generate", run_folder, *greedy)
+    lines = [
+        kalmix("inspect", path, "--text", "a filter", "--output", tmp_path / "out").output.splitlines()[0]
+        for path in (folder, run_folder)
+    ]
+    assert lines[0] == lines[1] != ""
+
+
 class Page(html.parser.HTMLParser):
     """Parser that collects a page's links and script."""
 

@@ -16,7 +16,7 @@ with optional_imports():
 from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix.training.data import end_of_text_id
+from kalmix.training.data import begin_id
 
 
 class TextDiagnostics(NamedTuple):
@@ -44,7 +44,7 @@ class TextDiagnostics(NamedTuple):
 def diagnose_text(
     model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False
 ) -> TextDiagnostics:
-    """Run a model on a text, as one sequence that begins with the end-of-text token, and diagnose its layers.
+    """Run a model on a text, as one sequence that begins as documents in training, and diagnose its layers.
 
     Args:
         model: model on any device.
@@ -55,7 +55,7 @@ def diagnose_text(
     Raises:
         ArgumentError: the text is empty, or no layer of the model has a write gain.
     """
-    ids, tokens = _tokenize(tokenizer, text)
+    ids, tokens = _tokenize(tokenizer, text, begin_id(model, tokenizer))
     embedded = model.model.embed_tokens(ids.to(model.device))
     hidden, every = diagnose_layers(model.model.layers, embedded, weights=weights)
     logits = model.lm_head(model.model.norm(hidden))[:-1].float().cpu()
@@ -75,8 +75,8 @@ def diagnose_text(
     )
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, list[str]]:
-    """Return the ids of the end-of-text token and of the text, `[1 + T]`, and the text of each token.
+def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str, begin: int) -> tuple[Tensor, list[str]]:
+    """Return `begin` and the ids of the text, `[1 + T]`, and the text of each token.
 
     A character whose bytes are several tokens belongs to the first of them; the others have an empty text.
     """
@@ -87,4 +87,4 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str) -> tuple[Tensor, li
     for _, stop in encoded["offset_mapping"]:
         tokens.append(text[start:stop])
         start = max(start, stop)
-    return torch.tensor([end_of_text_id(tokenizer), *encoded["input_ids"]]), tokens
+    return torch.tensor([begin, *encoded["input_ids"]]), tokens

@@ -34,7 +34,7 @@ def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, P
     model = load_model(folder, predict)
     from kalmix.training.data import read_tokenizer
 
-    tokenizer = read_tokenizer(model_folder(folder))
+    tokenizer = read_tokenizer(model_folder(folder), model.config.bos_token_id)
     check_vocabulary(tokenizer, model, folder)
     return model, tokenizer
 

@@ -17,30 +17,39 @@ with optional_imports():
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json
+from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import END_OF_TEXT
 
 
-def wrap_tokenizer(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
+def wrap_tokenizer(tokenizer: Tokenizer, mark: str = END_OF_TEXT) -> PreTrainedTokenizerFast:
     """Wrap a tokenizer for transformers, so that it has `save_pretrained` and `AutoTokenizer` can load it.
 
     Args:
-        tokenizer: as `train_tokenizer` returns it. Its `END_OF_TEXT` begins, ends and pads texts.
+        tokenizer: as `train_tokenizer` returns it.
+        mark: its token that begins, ends and pads texts. With another than `END_OF_TEXT`, special tokens that a text
+            spells out are encoded as ordinary text, as in token shards.
     """
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
+        bos_token=mark,
+        eos_token=mark,
+        pad_token=mark,
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        split_special_tokens=mark != END_OF_TEXT,
     )
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+def read_tokenizer(folder: Path, begin: int | None = None) -> PreTrainedTokenizerFast:
     """Return the tokenizer in a run's model folder, from tokenizer.json alone.
 
+    Args:
+        folder: the model folder.
+        begin: id of the token that began documents in training (`KalmixConfig.bos_token_id`). Default: that of
+            `END_OF_TEXT`.
+
     Raises:
-        ArgumentError: the file is missing or damaged, or kalmix did not write it.
+        ArgumentError: the file is missing or damaged, or lacks the token that begins documents.
     """
     path = folder / "tokenizer.json"
     try:
@@ -49,12 +58,13 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # it raises no other class
             raise FileError(f"{path.name} is damaged ({error})") from None
-        if tokenizer.token_to_id(END_OF_TEXT) is None:
-            raise FileError(f"{path.name} lacks the token {END_OF_TEXT}")
+        mark = END_OF_TEXT if begin is None else tokenizer.id_to_token(begin)
+        if mark is None or tokenizer.token_to_id(mark) is None:
+            raise FileError(f"{path.name} lacks the token {mark or begin}, which begins documents")
     except FileError as error:
         problem = f"in {str(folder)!r} cannot be read: {error}"
         raise ArgumentError("tokenizer", problem=problem, expected="files that `kalmix train` wrote") from None
-    return wrap_tokenizer(tokenizer)
+    return wrap_tokenizer(tokenizer, mark)
 
 
 def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
@@ -69,6 +79,16 @@ def end_of_text_id(tokenizer: PreTrainedTokenizerFast) -> int:
     if end is None:
         raise ArgumentError("tokenizer", problem=f"lacks the token {END_OF_TEXT}", expected="one that kalmix trained")
     return end
+
+
+def begin_id(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast) -> int:
+    """Return the id of the token that began documents in the training of a model, by default of `END_OF_TEXT`.
+
+    Raises:
+        ArgumentError: neither the configuration of the model nor the tokenizer has one.
+    """
+    begin = model.config.bos_token_id
+    return end_of_text_id(tokenizer) if begin is None else int(begin)
 
 
 def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:

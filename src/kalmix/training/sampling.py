@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kalmix.models import KalmixForCausalLM
-from kalmix.training.corpus import END_OF_TEXT
+from kalmix.training.data import begin_id
 
 
 def generate(
@@ -37,7 +37,9 @@ def generate(
     Returns:
         The generated text, without the prompt.
     """
-    ids = tokenizer(END_OF_TEXT + prompt, return_tensors="pt", add_special_tokens=False)["input_ids"].to(model.device)
+    begin = begin_id(model, tokenizer)
+    prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    ids = torch.tensor([[begin, *prompt_ids]], device=model.device)
     options: dict[str, Any] = {"do_sample": False}
     if temperature:
         options = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -46,7 +48,7 @@ def generate(
         attention_mask=torch.ones_like(ids),
         max_new_tokens=max_new_tokens,
         streamer=streamer,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=begin,
         **options,
     )
     return str(tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True))
