@@ -56,6 +56,8 @@ MISTAKES = [
     ("inspect {run} --text a --file {text}", "given twice"),
     ("inspect {run} --file {missing}", "does not exist"),
     ("inspect {truncated} --text a", "damaged"),
+    ("generate {run} --prompt a\udcff", "`prompt` is 'a\\udcff', whose character 1 UTF-8 cannot encode"),
+    ("inspect {run} --text a\udcff", "`text` is 'a\\udcff', whose character 1 UTF-8 cannot encode"),
     ("explain kalman", "such as"),
     ("practise", "practise"),
 ]

@@ -16,7 +16,7 @@ with optional_imports():
 from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix.training.data import begin_id
+from kalmix.training.data import begin_id, check_unicode
 
 
 class TextDiagnostics(NamedTuple):
@@ -53,7 +53,7 @@ def diagnose_text(
         weights: whether to compute attention maps; memory is O(L M T^2) for M channels or heads per layer.
 
     Raises:
-        ArgumentError: the text is empty, or no layer of the model has a write gain.
+        ArgumentError: the text is empty or no Unicode, or no layer of the model has a write gain.
     """
     ids, tokens = _tokenize(tokenizer, text, begin_id(model, tokenizer))
     embedded = model.model.embed_tokens(ids.to(model.device))
@@ -82,6 +82,7 @@ def _tokenize(tokenizer: PreTrainedTokenizerFast, text: str, begin: int) -> tupl
     """
     if not text:
         raise ArgumentError("text", got="empty", expected="at least one character")
+    check_unicode("text", text)
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens, start = [], 0
     for _, stop in encoded["offset_mapping"]:

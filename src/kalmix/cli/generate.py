@@ -32,8 +32,10 @@ def run(
     from transformers import TextStreamer, set_seed
 
     from kalmix.cli.load_run import load
+    from kalmix.training.data import check_unicode
     from kalmix.training.sampling import generate
 
+    check_unicode("prompt", prompt)
     network, tokenizer = load(model, predict)
     if seed is not None:
         set_seed(seed)

@@ -91,6 +91,19 @@ def begin_id(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast) -> in
     return end_of_text_id(tokenizer) if begin is None else int(begin)
 
 
+def check_unicode(name: str, text: str) -> None:
+    """Check that UTF-8 can encode a text. Bytes of a command line that are not UTF-8 become lone surrogates.
+
+    Raises:
+        ArgumentError: it has a lone surrogate.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        got = f"{text!r}, whose character {error.start} UTF-8 cannot encode"
+        raise ArgumentError(name, got=got, expected="a text in UTF-8") from None
+
+
 def encode_documents(tokenizer: PreTrainedTokenizerFast, documents: Sequence[str]) -> Tensor:
     """Return the tokens of all documents, each preceded by `END_OF_TEXT`: int64 `[n]`."""
     end = end_of_text_id(tokenizer)

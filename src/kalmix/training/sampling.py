@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from kalmix.models import KalmixForCausalLM
-from kalmix.training.data import begin_id
+from kalmix.training.data import begin_id, check_unicode
 
 
 def generate(
@@ -36,7 +36,11 @@ def generate(
 
     Returns:
         The generated text, without the prompt.
+
+    Raises:
+        ArgumentError: UTF-8 cannot encode the prompt.
     """
+    check_unicode("prompt", prompt)
     begin = begin_id(model, tokenizer)
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     ids = torch.tensor([[begin, *prompt_ids]], device=model.device)
