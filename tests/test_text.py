@@ -44,6 +44,21 @@ def test_names_of_files_need_not_be_unicode(tmp_path: Path) -> None:
     assert len(text.load_corpus(tmp_path, held_out=0.5).held_out) == 1
 
 
+def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "closed").mkdir()
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:  # root reads every folder
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    (tmp_path / "a.txt").write_text(paragraph(0))
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="closed"):
+        text.read_documents(tmp_path)
+
+
 @pytest.mark.slow
 def test_the_default_corpus_is_megabytes_split_the_same_every_time(python: text.Corpus) -> None:
     learned = sum(len(document.encode()) for document in python.training)

@@ -111,8 +111,16 @@ def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text) -> Iterato
     Args:
         folder: folder to search, subfolders included.
         wanted: called with the name of a file; returns whether to yield it.
+
+    Raises:
+        OSError: a folder cannot be read. One that is deleted meanwhile is left out.
     """
-    for root, folders, files in os.walk(folder):
+
+    def fail(error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    for root, folders, files in os.walk(folder, onerror=fail):
         folders[:] = [name for name in folders if not _HIDDEN.match(name)]
         relative = Path(root).relative_to(folder)
         yield from (
