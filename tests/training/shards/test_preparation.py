@@ -231,6 +231,16 @@ def test_a_changed_source_is_noticed(tmp_path: Path) -> None:
         prepare(Preparation(str(source), vocab_size=260), tmp_path / "s")
 
 
+def test_a_changed_tokenizer_is_noticed(corpus: Path, tmp_path: Path) -> None:
+    settings = Preparation(str(corpus), str(tmp_path / "t"), held_out=0)
+    for size in (257, 258):
+        wrap_tokenizer(train_tokenizer(texts(9), vocab_size=size)).save_pretrained(tmp_path / "t")
+        if size == 257:
+            assert prepare(settings, tmp_path / "s") == prepare(settings, tmp_path / "s")
+    with pytest.raises(ArgumentError, match=r"holds finished shards with another tokenizer\.json; expected"):
+        prepare(settings, tmp_path / "s")
+
+
 def tokenizer_folder(content: str | None) -> Callable[[Path], object]:
     def make(path: Path) -> None:
         path.mkdir()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -98,8 +99,11 @@ class Preparation:
         check_positive_int("shard_tokens", self.shard_tokens)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings as they are written to JSON."""
-        return json.loads(json.dumps({**asdict(self), "dataset": self.dataset._asdict()}))
+        """Return the settings as they are written to JSON, with a hash of the tokenizer if it is in a folder."""
+        file = Path(self.tokenizer or "", "tokenizer.json")
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if self.tokenizer and file.is_file() else None
+        settings = {**asdict(self), "dataset": self.dataset._asdict(), file.name: digest}
+        return json.loads(json.dumps(settings))
 
 
 def prepare(
@@ -127,8 +131,8 @@ def prepare(
 
     Raises:
         ArgumentError: the source, the column or the tokenizer cannot be read; a document is damaged; the source has no
-            text; `output` is a file, holds shards of other settings or of a changed source, or another process writes
-            to it.
+            text; `output` is a file, holds shards of other settings or of a changed source or tokenizer, or another
+            process writes to it.
         ModuleNotFoundError: the source needs pyarrow or datasets, which is not installed.
         OSError: a file cannot be written, or a worker was killed.
 
@@ -201,7 +205,8 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
     state = "unfinished" if manifest is None else "finished"
     before: Any = found["settings"] if isinstance(found.get("settings"), dict) else {}
     free = _FREE if manifest is None else ()
-    changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
+    settings = {name: value for name, value in plan["settings"].items() if name not in free}
+    changed = [name for name, value in settings.items() if before.get(name, value) != value]
     if changed:
         got = f"{str(folder)!r}, which holds {state} shards with another {' and '.join(changed)}"
         raise ArgumentError("output", got=got, expected="a new folder, or the same settings")
