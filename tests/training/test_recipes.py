@@ -109,6 +109,7 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
         **{"steps": 5, "tokens": None, "layers": ("kla", "kla", "attention"), "text": "a/b=c.txt", "clip": None},
         learning_rates={"head": 1e-3, "embeddings": 0.3},
     )
+    assert read_recipe(path, ["steps=none"]).tokens == 10**9
     assert read_recipe(path, ['shards={"a.b" = 1.0, c = 2.0}']).shards == {"a.b": 1.0, "c": 2.0}
 
 

@@ -66,8 +66,8 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
                 raise ArgumentError("set", got=repr(setting), expected=f"`{key}=...`, since it is no mapping")
             replaced[key] = {**mapping, entry: value}
     _check_names(replaced)
-    for key in replaced:
-        for other in _REPLACED.get(key, ()):
+    for key, value in replaced.items():
+        for other in _REPLACED.get(key, ()) if value is not None else ():
             given.pop(other, None)
     return _to_recipe({**given, **replaced})
 
