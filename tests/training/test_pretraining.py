@@ -194,6 +194,7 @@ def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
         {"keep_checkpoints": 0},
         {"report_to": "wandb"},
         {"model": {"hidden_size": 8}},
+        {"model": {"bos_token_id": 3}},
         {"model": 3},
         {"initial": " "},
         {"separate_documents": True, "shards": "x"},

@@ -75,6 +75,10 @@ def _check_model(recipe: Recipe) -> None:
     for name in ("vocab_size", "hidden_size", "layers", "loss"):
         if name in recipe.model:
             raise ArgumentError("model", problem=f"contains {name!r}", expected=f"the setting `{name}` of the recipe")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        if name in recipe.model:
+            expected = "no ids of tokens, since the data has them"
+            raise ArgumentError("model", problem=f"contains {name!r}", expected=expected)
 
 
 def _check_data(recipe: Recipe) -> None:
