@@ -137,6 +137,8 @@ def test_wrong_arguments_of_train_are_named(recipe, tmp_path: Path) -> None:
         for value in values:
             with pytest.raises(ArgumentError, match=f"`{name}`"):
                 train(**good | {name: value})
+    with pytest.raises(ArgumentError, match="`report_to` is 'wandbb', which is unknown"):
+        train(recipe(report_to=("wandbb",)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
 

@@ -33,8 +33,9 @@ with optional_imports():
     from accelerate import PartialState
     from accelerate.utils import broadcast_object_list
     from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, set_seed
+    from transformers.integrations import get_available_reporting_integrations
 
-from kalmix.errors import ArgumentError, FileError
+from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
@@ -49,6 +50,7 @@ from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_ca
 from kalmix.validation import check_bool
 
 HISTORY = "history.json"
+UNLISTED = ("all", "none", "flyte")  # names in `report_to` that transformers accepts and does not list
 
 
 @dataclass(frozen=True)
@@ -131,12 +133,12 @@ def train(
         `Run` with the trained model, its tokenizer, the text and the history of losses.
 
     Raises:
-        ArgumentError: an argument has another type; the text or the shards cannot be read or are too short; a layer, a
-            size or the number of processes is not accepted; weights of `recipe.initial` do not fit; `torch.compile`
-            fails; training diverges (the loss is no longer finite); `output` is a file, or holds a run (without
-            `resume`) or a finished one (with it); another process trains into `output`. With `resume`: the data, the
-            tokenizer, a setting or, without `recipe.batch_tokens`, the number of processes is not that of the
-            checkpoint, or a checkpoint lacks a file.
+        ArgumentError: an argument has another type; an integration in `recipe.report_to` is unknown or not installed;
+            the text or the shards cannot be read or are too short; a layer, a size or the number of processes is not
+            accepted; weights of `recipe.initial` do not fit; `torch.compile` fails; training diverges (the loss is no
+            longer finite); `output` is a file, or holds a run (without `resume`) or a finished one (with it); another
+            process trains into `output`. With `resume`: the data, the tokenizer, a setting or, without
+            `recipe.batch_tokens`, the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
         OSError: a file cannot be written, for example on a full disk; names the path. `ConnectionError`: another
             process of the run has ended.
 
@@ -175,7 +177,7 @@ def _peer_errors(output: Path) -> Iterator[None]:
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
-    """Check the types of the arguments of `train`."""
+    """Check the arguments of `train` that need no data."""
     if not isinstance(recipe, Recipe):
         raise ArgumentError("recipe", got=f"a {type(recipe).__name__}", expected="a Recipe")
     if not isinstance(output, str | os.PathLike):
@@ -184,6 +186,11 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks:
     entries = callbacks if isinstance(callbacks, list | tuple) else [None]
     if not all(issubclass(x if isinstance(x, type) else type(x), TrainerCallback) for x in entries):
         raise ArgumentError("callbacks", got=repr(callbacks), expected="a list of callbacks of the Trainer")
+    installed = get_available_reporting_integrations()
+    for name in recipe.report_to:
+        if name not in (*installed, *UNLISTED):
+            got = f"{name!r}, which is unknown to transformers or not installed"
+            raise ArgumentError("report_to", got=got, expected=any_of(["all", *installed]))
 
 
 def _check_same_recipe(recipe: Recipe, output: Path) -> None:
