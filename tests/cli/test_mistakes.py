@@ -52,6 +52,8 @@ MISTAKES = [
     ("generate {untokenized}", "tokenizer.json is missing"),
     ("generate {foreign}", "kalmix"),
     ("generate {run} --temperature -1", "--temperature"),
+    ("generate {run} --seed -1", "--seed"),
+    ("generate {run} --seed 4294967296", "--seed"),
     ("inspect {run}", "either --text or --file"),
     ("inspect {run} --text a --file {text}", "given twice"),
     ("inspect {run} --file {missing}", "does not exist"),

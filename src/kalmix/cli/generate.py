@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kalmix._extras import require_extra
+from kalmix.training.recipe_checks import MAX_SEED
 
 
 def run(
@@ -25,7 +26,9 @@ def run(
             "Default: the model's setting."
         ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed. Default: another text in each run.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=MAX_SEED, help="Random seed. Default: another text in each run.")
+    ] = None,
 ) -> None:
     """Generate text from a prompt and print each token at once."""
     require_extra("`kalmix generate`", "hf")
