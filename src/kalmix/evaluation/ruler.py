@@ -22,6 +22,7 @@ from kalmix.evaluation.harness import load_task, local_copies, quiet, seed_gener
 ESSAYS = {"niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multivalue", "niah_multiquery"}
 QUESTIONS = {"ruler_qa_squad", "ruler_qa_hotpot"}
 DECILES = 10
+NO_ROOM = "Could not generate any sample"  # message of lm-eval if no row of a needle task fits
 
 
 class Needle(NamedTuple):
@@ -81,6 +82,12 @@ def load_ruler_task(task: str, length: int, limit: int | None, tokenizer: str, d
             _check_room(task, length, tokenizer)
             metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
             found = load_task(task_manager(metadata), task, data)
+    except ArgumentError as error:
+        if NO_ROOM not in str(error):
+            raise
+        problem = f"{length:,} leaves no room for a row of {task!r}"
+        expected = "more tokens, or a tokenizer with longer tokens"
+        raise ArgumentError("lengths", problem=problem, expected=expected) from None
     finally:
         if data is not None:
             nltk.data.path.remove(str(data / "nltk_data"))
