@@ -12,10 +12,10 @@ with optional_imports():
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
+from kalmix.evaluation.suites import MAX_LENGTH
 from kalmix.models import KalmixForCausalLM
 
 HFLM: Any = huggingface.HFLM  # its decorators hide its type
-MAX_LENGTH = 2**20  # tokens; lm-eval cuts longer contexts
 
 
 class Judge(HFLM):

@@ -10,6 +10,7 @@ from kalmix.validation import check_positive_int
 
 PERPLEXITY = "perplexity"
 RULER_LENGTHS = tuple(2**n for n in range(12, 18))  # tokens, 4K to 128K
+MAX_LENGTH = 2**20  # tokens; lm-eval cuts longer contexts
 PERPLEXITY_LENGTHS = tuple(2**n for n in range(11, 18))  # tokens, 2K to 128K
 
 
@@ -116,8 +117,8 @@ def units_of(
         text_lengths: lengths of perplexity. Default: no text.
 
     Raises:
-        ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer, or
-            the suite has no lengths.
+        ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer or
+            too large for lm-eval, or the suite has no lengths.
     """
     if suite not in SUITES:
         raise unknown_name("suite", suite, SUITES)
@@ -138,4 +139,7 @@ def units_of(
         of_task = (text_lengths or ()) if column.task == PERPLEXITY else (lengths or RULER_LENGTHS)
         chosen: Sequence[int | None] = of_task if found.by_length else (None,)
         units += [Unit(column, length) for length in chosen if column.task in wanted]
+    longest = max((unit.length or 0 for unit in units if unit.column.task != PERPLEXITY), default=0)
+    if longest > MAX_LENGTH:
+        raise ArgumentError("lengths", got=longest, expected=f"at most {MAX_LENGTH}, except for {PERPLEXITY!r}")
     return units
