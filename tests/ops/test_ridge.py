@@ -271,3 +271,18 @@ def test_unrolled_gradients_are_finite_for_nearly_zero_keys() -> None:
     torch.testing.assert_close(
         grad_variance[0], 4 * leaves[0].detach() / 0.3
     )  # gradient of |q|^2 / 0.3, for two value heads
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_smallest_log_decay_forgets(kernel: str) -> None:
+    """Masks often hold the smallest number of a dtype, and twice this number overflows."""
+    x = {name: y.float() for name, y in _signals(length=20).items()}
+    found = []
+    for smallest in (torch.finfo(torch.float32).min, -1e3):
+        log_decay = x["log_decay"].clone()
+        log_decay[:, ::7] = smallest
+        changed = x | {"log_decay": log_decay}
+        result = _run(changed, kernel=kernel)
+        found.append([result.mean, _variance(result), *result.belief, *_gradients(changed, kernel=kernel).values()])
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected)

@@ -124,7 +124,8 @@ class Case:
         for name, (least, most) in self.problem.ranges.items():
             if name in inputs:
                 inputs[name] = (least * (most / least) ** uniform(inputs[name])).to(inputs[name])
-        for name, gates in {"log_decay": (0.0, -1e3), "mix": (0.0, 1.0)}.items():
+        smallest = 0.9 * torch.finfo(self.dtype).min  # masks often hold the smallest number; twice it overflows
+        for name, gates in {"log_decay": (0.0, smallest), "mix": (0.0, 1.0)}.items():
             if name in inputs and self.is_per_token(name):
                 signals, x = uniform(inputs[name]).to(self.device), inputs[name]
                 inputs[name] = torch.where(signals < 0.2, gates[0], torch.where(signals > 0.8, gates[1], x))

@@ -116,7 +116,10 @@ def _squared_norms(
     """
     weights = 1.0 if gain is None else gain.to(key.dtype)
     increment = 2 * weights * (key * gram_keys).sum(-1) - (weights * key.square().sum(-1)).square()
-    ones, decay = key.new_ones(()).expand(*key.shape[:3], 1), None if log_decay is None else 2 * log_decay
+    ones, decay = key.new_ones(()).expand(*key.shape[:3], 1), None
+    if log_decay is not None:
+        log_decay = log_decay.to(key.dtype)
+        decay = log_decay + log_decay.clamp(min=-1e3)  # twice a finite log-decay may be infinite
     prior = PointBelief(gram.square().sum((-2, -1), keepdim=True))
     memory_signals = AdditiveSignals(ones, _alias(ones), increment[..., None], decay, None)
     return additive(memory_signals, prior, segments).mean[..., 0]
