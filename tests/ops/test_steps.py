@@ -291,6 +291,29 @@ def test_steps_read_strided_signals_and_pools(name, kernel):
     assert all(map(same, *pools))
 
 
+@pytest.mark.parametrize(("name", "kernel"), sorted({case[:2] for case in CASES if "-" not in case[0]}))
+def test_an_empty_batch_leaves_the_pool(name, kernel):
+    op, signals, prior = problem(name, torch.float32)
+    shared = invariant(signals)
+    tensors = {name: x for name, x in signals._asdict().items() if isinstance(x, torch.Tensor) and name not in shared}
+    signals = replace_fields(signals, **{name: x[:0, :1] for name, x in tensors.items()})
+    pool = type(prior)(*(x.clone() for x in prior))
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    result = getattr(steps, op)(signals, pool, steps.Slots(none, none), **options(name), kernel=kernel)
+    assert result.mean.shape[:2] == (0, 1)
+    assert all(map(torch.equal, pool, prior))
+
+
+def test_a_step_into_an_earlier_result_returns_the_pool():
+    _, signals, prior = problem("delta", torch.float32)
+    one = replace_fields(signals, **{name: x[:2, :1] for name, x in signals._asdict().items() if x is not None})
+    pools = [type(prior)(*(x.clone() for x in prior)) for _ in range(2)]
+    rows = torch.arange(2, device=DEVICE)
+    out = steps.delta(one, pools[0], steps.Slots(rows, rows))
+    again = steps.delta(one, pools[1], steps.Slots(rows, rows), out=out)
+    assert again.mean is out.mean and again.belief is pools[1]
+
+
 @pytest.mark.parametrize("name", ["delta", "attend"])
 def test_stored_beliefs_leave_the_pool_without_gradients(name):
     _, signals, prior = problem(name, torch.float32)

@@ -184,6 +184,8 @@ def store_rows(pool: tuple[Any, ...], slots: Slots, states: tuple[Any, ...]) -> 
         [0.0, 0.0, 1.0, 0.0]
     """
     read, write = slots
+    if read.shape[0] == 0:
+        return
     writes = (read >= 0) & (write >= 0)
     first, any_writes = writes.int().argmax(), writes.any()
     row = torch.where(writes, torch.arange(writes.shape[0], device=writes.device), first)
@@ -202,4 +204,4 @@ def fill_output(result: Filtered, slots: Slots, out: Filtered | None) -> Filtere
     for buffer, x in zip(out[:2], (mean, variance), strict=True):
         if buffer is not None and x is not None:
             buffer.copy_(x)
-    return out
+    return Filtered(*out[:2], result.belief)  # pyright: ignore[reportArgumentType]

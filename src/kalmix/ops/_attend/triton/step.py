@@ -345,7 +345,7 @@ def step(
 ) -> tuple[Tensor, Tensor | None]:
     """Launch the kernels; return the mean `[B, 1, G, 2 D]`, and the variance `[B, 1, G, 1]` if requested."""
     q, k = (contiguous_width(x) for x in signals[:2])
-    v = signals.v if signals.v[0].is_contiguous() else signals.v.contiguous()
+    v = signals.v if signals.v[:1].is_contiguous() else signals.v.contiguous()
     given, keys, weighting = signals.times, signals.key_dynamics, signals.weighting
     values = keys if signals.value_dynamics is None else signals.value_dynamics
     (batch, _, heads, width), group = q.shape, v.shape[2] // q.shape[2]
