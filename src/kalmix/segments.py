@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from kalmix.errors import ArgumentError
 from kalmix.validation import (
@@ -206,6 +207,16 @@ class Segments(NamedTuple):
 def segments_without_checks(rows: Tensor) -> Segments:
     """Build segments from int32 `[N, 3]` rows that are known to be valid; for kernels and caches."""
     return Segments._make((rows,))
+
+
+def of_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
+    """Return the value of the sequence of each token, `[B, T]`; 0 for tokens outside every run.
+
+    Args:
+        values: `[N]`, one value per sequence. N may be 0.
+        segment_ids: `[B, T]`, see `Segments.segment_ids`.
+    """
+    return pad(values, (0, 1))[segment_ids]  # index -1 is the last value
 
 
 def _check_int32(name: str, x: Tensor) -> None:

@@ -93,3 +93,13 @@ torch.serialization.add_safe_globals([Filtered])  # for `torch.load(weights_only
 def belief_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of beliefs for inputs of `dtype`: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def dependent_zero(*tensors: Tensor | None) -> Tensor:
+    """Return 0, in the dtype of the first tensor, as a sum over no entries of floating-point tensors.
+
+    It makes a result depend on tensors that it does not use, with gradient 0, even if they hold NaN. Otherwise their
+    gradients would be missing on a rank without tokens, and the other ranks would wait for them.
+    """
+    present = [x for x in tensors if x is not None and x.is_floating_point()]
+    return torch.stack([x.reshape(-1)[:0].sum(dtype=present[0].dtype) for x in present]).sum()

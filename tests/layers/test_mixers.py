@@ -91,6 +91,16 @@ def test_empty_input_keeps_the_state(layer):
     assert layer(x[:, :0])[0].shape == nothing.shape
 
 
+def test_every_parameter_has_a_gradient_without_tokens(layer):
+    x = tokens(layer, 2, 5)
+    for given, segments in ((x[:, :0], None), (x, Segments.of(torch.zeros(0, 3, dtype=torch.int32)))):
+        layer.zero_grad(set_to_none=True)
+        y, _ = layer(given, None, segments)
+        y.sum().backward()
+        missing = [name for name, p in layer.named_parameters() if p.grad is None]
+        assert not missing, f"data parallelism waits for gradients of {missing}"
+
+
 def test_gradients_reach_every_parameter_through_the_state(layer):
     x = tokens(layer, 2, 6).requires_grad_()
     _, state = layer(x[:, :5])

@@ -16,7 +16,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
 from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.layers.packed_attention import attend_packed, attend_runs, load_flash_attention
-from kalmix.segments import Segments
+from kalmix.segments import Segments, of_tokens
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
 
@@ -184,7 +184,7 @@ class Attention(Mixer):
             position = token.expand(batch, length) if offset is None else offset[:, None] + token
         else:
             first = (-segments.rows[:, 1] if offset is None else offset - segments.rows[:, 1]).long()
-            position = torch.where(segment_ids >= 0, token + first[segment_ids.clamp(min=0)], -1)
+            position = torch.where(segment_ids >= 0, token + of_tokens(first, segment_ids), -1)
 
         q, k, v = self._heads(mask_outside(x, segment_ids))
         q, k = apply_rotary(self.query_norm(q), self.key_norm(k), position, self.rotary_base)

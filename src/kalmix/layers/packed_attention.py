@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kalmix.distributed.exchange import on_device
-from kalmix.segments import Segments
+from kalmix.segments import Segments, of_tokens
+from kalmix.types import dependent_zero
 
 _FLASH: dict[str, Any] = {}  # PyTorch's function, and its options if query heads share keys; see `load_flash_attention`
 _SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
@@ -50,7 +51,7 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
     output = _attend_with_codes(q, k, v, segments, segment_ids)
     not_finite = F.pad(finite.logical_not().cumsum(1), (1, 0))  # such tokens before each token of the row
     row, start = segments.rows[:, :2].long().unbind(1)
-    reached = not_finite[:, 1:] > not_finite[row, start][segment_ids.clamp(min=0)]
+    reached = not_finite[:, 1:] > of_tokens(not_finite[row, start], segment_ids)
     return output + torch.zeros_like(reached, dtype=output.dtype).masked_fill(reached, torch.nan)[..., None, None]
 
 
@@ -77,7 +78,7 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[Run], visible
     flat = q.new_zeros(batch * length, *q.shape[2:])
     pairs = [(x, y) for x, y in zip(queries, visible, strict=True) if x[1] < x[2]]
     if not pairs:
-        return (flat + 0 * (k.sum() + v.sum())).view(q.shape)  # ranks wait for the gradients of each other
+        return (flat + dependent_zero(q, k, v)).view(q.shape)
     query = [q[row, start:stop] for (row, start, stop), _ in pairs]
     key, value = ([x[row, start:stop] for _, (row, start, stop) in pairs] for x in (k, v))
     if _can_use_flash(q):

@@ -16,7 +16,7 @@ from kalmix.layers.robust_weights import RobustWeights
 from kalmix.layers.trajectory_base import StateTransition, TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, recomputed_op, run_steps
 from kalmix.segments import Segments, check_times
-from kalmix.types import Filtered, belief_dtype, replace_fields
+from kalmix.types import Filtered, belief_dtype, dependent_zero, replace_fields
 from kalmix.validation import check_positive_int, check_range
 
 MAX_TRITON_WIDTH = 1024  # columns of a head that one program holds
@@ -189,10 +189,12 @@ class RecurrentFilterAttention(TrajectoryLayer):
             check_times(times, (belief.time[:, 0, :, 0], positions), segments, {"B": batch, "T": length}, v.device)
             times = times.detach().double()
         dynamics = self.state_dynamics(dtype)
-        if min(count, batch, length) == 0:
-            return Filtered(torch.zeros_like(v), v.new_zeros(*v.shape[:3], 1, dtype=dtype), belief), dynamics
-        segment_ids = None if segments is None else segments.segment_ids(batch, length)
         parameters = (*dynamics, *self.robust_weights(dtype).values(), self.residual.to(dtype))
+        if min(count, batch, length) == 0:
+            zero = dependent_zero(q, k, v, *parameters)
+            var = v.new_zeros(*v.shape[:3], 1, dtype=dtype) + zero.to(dtype)
+            return Filtered(torch.zeros_like(v) + zero.to(v.dtype), var, belief), dynamics
+        segment_ids = None if segments is None else segments.segment_ids(batch, length)
         if uses_triton("recurrent_afa", q) and q.dtype == k.dtype == v.dtype and width <= MAX_TRITON_WIDTH:
             log_decay, frequency, process, noise, _, nu, temperature, residual = parameters
             params = torch.stack([-log_decay, process, noise, nu, temperature, residual])

@@ -16,7 +16,7 @@ from kalmix.layers.base import check_state_tensor
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import apply_rotary
-from kalmix.segments import Segments
+from kalmix.segments import Segments, of_tokens
 from kalmix.steps import Slots, store_rows
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import check_number
@@ -127,7 +127,7 @@ class RetNet(MemoryLayer):
         else:
             _, start, stop = segments.rows.long().unbind(1)
             past = torch.zeros_like(start) if conv_state is None else conv_state
-            position, after = token + (past - start)[segment_ids.clamp(min=0)], past + stop - start
+            position, after = token + of_tokens(past - start, segment_ids), past + stop - start
         return *apply_rotary(q, k, position, self.rotary_base), v, after
 
     def signals(self, x: Tensor) -> dict[str, Tensor]:

@@ -90,7 +90,7 @@ class Case:
         return [*read, *(f"belief.{field}" for field in self.problem.belief._fields)]
 
     def segments(self, rows: list[tuple[int, int, int]]) -> Segments:
-        return Segments.of(torch.tensor(rows, dtype=torch.int32, device=self.device))
+        return Segments.of(torch.tensor(rows, dtype=torch.int32, device=self.device).view(-1, 3))
 
     def packing(self) -> Segments:
         """Return segments over two batch rows: with a gap, one empty, one that ends early and one that starts late."""

@@ -127,6 +127,14 @@ def empty_input_passes_the_belief_through(case: Case) -> None:
     got = case.run(inputs, case.segments([(0, 3, 3), (1, 0, 0)]))
     assert float(got.mean.abs().sum()) == 0
     _assert_same(got.belief, inputs)
+    for trial, segments in ((nothing, None), (case.inputs(sequences=0), case.segments([]))):
+        trial = _requiring_grad(trial)
+        result = case.run(trial, segments)
+        names, leaves = zip(*differentiable(trial).items(), strict=True)
+        total = torch.stack([y.float().sum() for y in outputs(result)]).sum()
+        grads = torch.autograd.grad(total, leaves, allow_unused=True)
+        unused = [name for name, grad in zip(names, grads, strict=True) if grad is None]
+        assert not unused, f"without tokens, outputs do not depend on {', '.join(unused)}"
 
 
 def _assert_same(belief: Any, inputs: Tensors) -> None:

@@ -15,6 +15,7 @@ from kalmix.layers.fused.dispatch import uses_triton
 from kalmix.layers.fused.unit_norm import QueryKeyColumns, UnitNorm
 from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
 from kalmix.segments import Segments, segments_without_checks
+from kalmix.types import dependent_zero
 
 MAX_TAPS = 4  # of the Triton form
 MAX_WIDTH = 256  # columns of a head that a program of the Triton form scales to unit length
@@ -136,7 +137,7 @@ def _eager(
     if state is None:
         state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2])
     if x.shape[1] == 0:
-        return x, state
+        return x + dependent_zero(x, weight, bias), state
     if packing is None:
         history = torch.cat([state, x], dim=1)
         final_state = history[:, x.shape[1] :].clone()  # a view would keep all inputs alive

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
@@ -11,7 +10,7 @@ from kalmix.ops._additive.signals import AdditiveSignals
 from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, empty_filtered
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -95,7 +94,7 @@ def additive(
     signals = AdditiveSignals(q, k, v, log_decay, gain)
     call = checked_call(_check, signals, belief, segments, kernel)
     if call.is_empty:
-        return Filtered(torch.zeros_like(v), None, clone_belief(call.belief))
+        return empty_filtered(signals, call.belief)
     if call.kernel.triton:
         return call.kernel(signals, call.belief, segments, belief is None)
     return call.kernel(signals, call.belief, segments)

@@ -17,7 +17,7 @@ from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.dispatch import checked_call, select_kernel
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, empty_filtered
 from kalmix.segments import Segments, check_segments, check_times
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import (
@@ -168,7 +168,7 @@ def attend(
     signals, numbers = (q, k, v, times, key_dynamics, value_dynamics), (nu, temperature, floor)
     call = checked_call(_check, signals, belief, segments, (numbers, weight, window, causal), variance, kernel)
     if call.is_empty:
-        return empty_output(v, call.belief, causal, 1 if variance else None)
+        return empty_output((*signals, numbers), call.belief, causal, 1 if variance else None)
     return call.kernel(AttendSignals(*signals, _weighting(call, numbers)), call.belief, segments, variance)
 
 
@@ -355,9 +355,9 @@ def empty_belief(v: Tensor, sizes: dict[str, int]) -> HistoryBelief:
     return HistoryBelief(keys, values, times, positions)
 
 
-def empty_output(v: Tensor, belief: HistoryBelief, causal: bool, variance_columns: int | None) -> Filtered:
-    """Return the output of a call with an axis of size 0; `variance_columns` is `None` if no variance is requested."""
-    output_variance = (
-        None if variance_columns is None else v.new_zeros(*v.shape[:3], variance_columns, dtype=belief.keys.dtype)
-    )
-    return Filtered(torch.zeros_like(v), output_variance, clone_belief(belief) if causal else None)
+def empty_output(
+    signals: tuple[Any, ...], belief: HistoryBelief, causal: bool, variance_columns: int | None
+) -> Filtered:
+    """Return the output of a call with an axis of size 0: see `empty_filtered`. Without `causal` it has no belief."""
+    result = empty_filtered(signals, belief, variance_columns)
+    return result if causal else Filtered(*result[:2], None)

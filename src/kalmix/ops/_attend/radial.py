@@ -119,7 +119,7 @@ def attend_radial(
     belief = check_history(belief, times, segments, causal, sizes, v)
     request = KernelRequest(q.device.type, q.dtype, sizes["K"], sizes["V"], sizes["T"])
     kernel_function = select_kernel("attend_radial", RADIAL_KERNELS, request, kernel)
-    if min(sizes.values()) == 0:
-        return empty_output(v, belief, causal, v.shape[3] if variance else None)
     signals = AttendSignals(q, k, v, times, dynamics, None, weighting)
+    if min(sizes.values()) == 0:
+        return empty_output(signals, belief, causal, v.shape[3] if variance else None)
     return kernel_function(signals, belief, segments, variance)

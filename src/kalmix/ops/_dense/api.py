@@ -12,7 +12,7 @@ from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._shared.constants import filled, identity
 from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, empty_filtered
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 from kalmix.validation import can_check_values
@@ -123,8 +123,7 @@ def dense(
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     call = checked_call(_check, signals, belief, segments, variance, kernel)
     if call.is_empty:
-        zero_variance = torch.zeros_like(v[..., :1], dtype=call.belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief))
+        return empty_filtered(signals, call.belief, 1 if variance else None)
     return call.kernel(signals, call.belief, segments, variance)
 
 

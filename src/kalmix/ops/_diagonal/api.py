@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kalmix.beliefs import DiagonalBelief
@@ -11,7 +10,7 @@ from kalmix.ops._diagonal.signals import DiagonalSignals
 from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, empty_filtered
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -107,8 +106,7 @@ def diagonal(
     signals = DiagonalSignals(q, k, v, precision, log_decay, process_noise)
     call = checked_call(_check, signals, belief, segments, variance, kernel)
     if call.is_empty:
-        read_var = torch.zeros_like(v, dtype=call.belief.mean.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), read_var, clone_belief(call.belief))
+        return empty_filtered(signals, call.belief, v.shape[3] if variance else None)
     if call.kernel.triton:
         return call.kernel(signals, call.belief, segments, variance, belief is None)
     return call.kernel(signals, call.belief, segments, variance)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kalmix.beliefs import RidgeBelief
@@ -13,7 +12,7 @@ from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ex
 from kalmix.ops._shared.constants import filled
 from kalmix.ops._shared.dispatch import CheckedCall, checked_call, select_kernel
 from kalmix.ops._shared.kernel import KernelRequest
-from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, clone_belief
+from kalmix.ops._shared.validation import check_belief, check_signal, check_tokens, empty_filtered
 from kalmix.segments import Segments, check_segments
 from kalmix.types import Filtered, belief_dtype
 
@@ -128,8 +127,7 @@ def ridge(
     signals = RidgeSignals(q, k, v, log_decay, gain, mix)
     call = checked_call(_check, signals, belief, segments, variance, solver, kernel)
     if call.is_empty:
-        zero_variance = torch.zeros_like(v[..., :1], dtype=call.belief.gram.dtype) if variance else None
-        return Filtered(torch.zeros_like(v), zero_variance, clone_belief(call.belief))
+        return empty_filtered(signals, call.belief, 1 if variance else None)
     options = (variance, ridge, solver)
     if call.kernel.triton:
         return call.kernel(signals, call.belief, segments, *options, belief is None)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
-from kalmix.types import belief_dtype
+from kalmix.types import Filtered, belief_dtype, dependent_zero
 from kalmix.validation import FLOATS, check_bool, check_dtype_and_device, check_range, check_shape
 
 B = TypeVar("B", bound=tuple)
@@ -85,6 +86,31 @@ def check_belief(belief: Any, prior: B, layouts: tuple[str, ...], sizes: dict[st
         check_dtype_and_device(f"belief.{field}", tensor, (default.dtype,), default.device)
         check_range(f"belief.{field}", tensor, minimum=0.0 if field == "variance" else None)
     return belief
+
+
+def empty_filtered(signals: tuple[Any, ...], belief: Any, variance_columns: int | None = None) -> Filtered:
+    """Return the result of a call with an axis of size 0: read-outs of 0, and copies of the tensors of the belief.
+
+    The read-outs depend on all signals, with gradient 0.
+
+    Args:
+        signals: signals of the call, q, k and v first; nested tuples and `None` are allowed.
+        belief: prior; its first tensor is in the dtype of beliefs.
+        variance_columns: number of columns of the variance; `None` if no variance is requested.
+    """
+    v, zero = signals[2], dependent_zero(*_tensors(signals))
+    mean = torch.zeros_like(v) + zero.to(v.dtype)
+    if variance_columns is None:
+        return Filtered(mean, None, clone_belief(belief))
+    variance = v.new_zeros(*v.shape[:3], variance_columns, dtype=belief[0].dtype)
+    return Filtered(mean, variance + zero.to(variance.dtype), clone_belief(belief))
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """Return the tensors of nested tuples."""
+    if isinstance(x, Tensor):
+        return [x]
+    return [y for part in x for y in _tensors(part)] if isinstance(x, tuple) else []
 
 
 def clone_belief(belief: B) -> B:

@@ -109,7 +109,7 @@ def attend_channels(
     )
     weighting = make_weighting((nu, temperature, floor), weight, window, causal, ("H", "H", "H"), sizes, v)
     belief = check_history(belief, times, segments, causal, sizes, v)
-    if min(sizes.values()) == 0:
-        return empty_output(v, belief, causal, v.shape[3] if variance else None)
     signals = AttendSignals(q, k, v, times, key_dynamics, value_dynamics, weighting)
+    if min(sizes.values()) == 0:
+        return empty_output(signals, belief, causal, v.shape[3] if variance else None)
     return kernel.attend_channels(signals, belief, segments, variance)
