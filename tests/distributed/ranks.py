@@ -38,6 +38,8 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     compare_layers(world, rings, torch.float64, 1e-9, (("head-tail", None), ("contiguous", PACKED)), "ring")
     memories = [name for name in names if name not in RINGS]
     compare_layers(world, memories, torch.float64, 1e-9, (("head-tail", PACKED),), "two-phase")
+    compare_layers(world, ["attention"], torch.float64, 1e-9, (("contiguous", [(0, 0, 5), (1, 1, 4)]),))
+    sum_gradients_of_one_rank(rank, world)
     compare_times(world)
     refuse(world)
     distributed.destroy_process_group()
@@ -113,6 +115,18 @@ def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
         more = torch.randn_like(x[:, :3])
         check("continued", *(layer(more, after.detach())[0].detach() for after in (state, whole_state)))
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
+
+
+def sum_gradients_of_one_rank(rank: int, world: int) -> None:
+    """Check sums of gradients that only one rank has, and that no rank has."""
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 2, 4)]
+    loss = 2 * parameters[0].sum() if rank == 0 else 3 * parameters[1].sum()
+    with ContextParallel(init_device_mesh("cpu", (world,))) as cp:
+        loss.backward()
+        cp.sum_gradients(x for x in parameters)
+    assert parameters[0].grad.tolist() == [2.0] * 3
+    assert parameters[1].grad.tolist() == [3.0 * (world - 1)] * 2
+    assert parameters[2].grad is None
 
 
 def compare_times(world: int) -> None:

@@ -135,8 +135,22 @@ class ContextParallel:
         return torch.cat(order_spans(gather([spans], self.group)[0], self.placement), dim)
 
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace the gradient of each parameter by the sum over all ranks."""
-        sum_over_ranks([x.grad for x in parameters if x.grad is not None], self.group)
+        """Replace the gradient of each parameter by the sum over all ranks.
+
+        A parameter without a gradient on some ranks counts as 0 there; one without a gradient on every rank keeps none.
+        """
+        learned = [x for x in parameters if x.requires_grad]
+        if not learned:
+            return
+        missing = [i for i, x in enumerate(learned) if x.grad is None]
+        grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in learned]  # ranks send the same tensors
+        ranks = torch.ones(len(learned), device=learned[0].device)  # how many have a gradient of each parameter
+        for i in missing:
+            ranks[i] = 0.0
+        sum_over_ranks([ranks, *grads], self.group)
+        if missing:  # the host waits for a GPU here
+            for x, grad, count in zip(learned, grads, ranks.tolist(), strict=True):
+                x.grad = grad if count else None
 
     def call(self, batch: int, length: int, device: torch.device) -> Call:
         """Return the exchange of a call with B rows of `length` tokens on this rank."""
