@@ -171,6 +171,12 @@ def refuse(world: int) -> None:
         layer(x[:, :4])
     with pytest.raises(ArgumentError, match="a multiple of 4"):
         ContextParallel(mesh, "head-tail").shard(x[:, :6])
+    for rows in ([(0, 0, 9)], [(1, 0, 8)]):
+        context = ContextParallel(mesh, segments=Segments.of(torch.tensor(rows)))
+        with pytest.raises(ArgumentError, match="rows below 1 and at most 8 tokens"), context:
+            layer(x[:, : 8 // world])
+    with pytest.raises(ArgumentError, match="0 batch rows"), ContextParallel(mesh):
+        layer(x[:0])
     with pytest.raises(ArgumentError, match="layout"):
         ContextParallel(mesh, "striped")
     with pytest.raises(ArgumentError, match="attention"):

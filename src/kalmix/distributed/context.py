@@ -184,6 +184,7 @@ class Call:
 
     def __init__(self, context: ContextParallel, batch: int, length: int, device: torch.device) -> None:
         placement = context.placement
+        _check_documents(context.documents, batch, length * placement.world)
         runs: Runs = find_runs(placement, batch, length, context.documents)
         whole = placement.spans == 1 and context.documents is None
         size = placement.span_length(length)
@@ -258,6 +259,20 @@ class Call:
         if self.same_runs:
             return grad
         return torch.zeros_like(final).index_add(0, self.tail_run, grad[self.tail_index])
+
+
+def _check_documents(documents: list[list[int]] | None, batch: int, length: int) -> None:
+    """Check that there are batch rows, and that all documents lie in `batch` rows of `length` tokens."""
+    if batch == 0:
+        raise ArgumentError("x", got="0 batch rows", expected="at least one inside a ContextParallel")
+    row = max((row for row, _, _ in documents or ()), default=0)
+    stop = max((stop for _, _, stop in documents or ()), default=0)
+    if row >= batch or stop > length:
+        raise ArgumentError(
+            "segments",
+            problem=f"extends to batch row {row} and token {stop}",
+            expected=f"rows below {batch} and at most {length} tokens, those of all ranks",
+        )
 
 
 def _all_or_none(flags: list[bool]) -> bool | None:
