@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
 from kalmix import ArgumentError, Segments
@@ -112,6 +113,16 @@ def test_gradients_reach_every_parameter_through_the_state(layer):
     x.grad = None
     layer(x[:, 5:], cut)[0].sum().backward()
     assert (x.grad[:, :5] == 0).all()
+
+
+def test_functional_calls_take_plain_tensors(layer):
+    """`torch.func` replaces parameters by tensors that are not parameters."""
+    x = tokens(layer, 1, 5)
+    y, _ = functional_call(layer, {name: 1.1 * weight.detach() for name, weight in layer.named_parameters()}, (x,))
+    with torch.no_grad():
+        for weight in layer.parameters():
+            weight.mul_(1.1)
+    torch.testing.assert_close(y, layer(x)[0], **CLOSE)
 
 
 def test_states_convert_and_reorder(layer):

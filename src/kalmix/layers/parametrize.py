@@ -274,15 +274,14 @@ class StateDynamics(nn.Module):
         """Return the learned parameters; `None` if no channel rotates or a head has several noises of one kind."""
         if self.frequency is None or self.key_noise.ndim > 1:
             return None
-        process, key, query = (self.get_parameter(name) for name in STATE_VARIANCES)
-        return RawDynamics(self.log_rate, self.log_step, process, key, query, self.frequency)
+        return RawDynamics(self.log_rate, self.log_step, *self._raw_noises(), self.frequency)
 
     def forward(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics of all heads, in the dtype of beliefs."""
         step = positive(self.log_step.to(dtype))
         process, key, query = (
-            noise_variance(self.get_parameter(name).to(dtype), variance["floor"])
-            for name, variance in STATE_VARIANCES.items()
+            noise_variance(raw.to(dtype), variance["floor"])
+            for raw, variance in zip(self._raw_noises(), STATE_VARIANCES.values(), strict=True)
         )
         if self.frequency is None:
             frequency = step.new_zeros(*step.shape, self.channels)
@@ -291,3 +290,7 @@ class StateDynamics(nn.Module):
             frequency = torch.cat([half, -half], -1)[:, : self.channels] * step[:, None]
         process = process * step.view(-1, *[1] * (process.ndim - 1))
         return Dynamics(-positive(self.log_rate.to(dtype)) * step, frequency, process, key, query)
+
+    def _raw_noises(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the raw variances, in the order of `STATE_VARIANCES`."""
+        return self.process_noise, self.key_noise, self.query_noise
