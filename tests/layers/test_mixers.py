@@ -3,11 +3,12 @@
 import pytest
 import torch
 from torch.func import functional_call
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from kalmix import ArgumentError, Segments
 from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import MIXERS, Attention, Mixer, mixer_class
+from kalmix.layers.trajectory_base import TrajectoryLayer
 from kalmix.ops import Exact
 
 # A float32 layer sums a few dozen terms of about 1 in another order: about a hundred roundings of 6e-8.
@@ -123,6 +124,19 @@ def test_functional_calls_take_plain_tensors(layer):
         for weight in layer.parameters():
             weight.mul_(1.1)
     torch.testing.assert_close(y, layer(x)[0], **CLOSE)
+
+
+def test_times_have_no_gradient(layer):
+    """Kernels treat lags as constants in places, so a gradient of times would be only a part of it."""
+    if not isinstance(layer, TrajectoryLayer):
+        pytest.skip("the layer has no times")
+    x, times = tokens(layer, 1, 6), torch.arange(6.0)[None]
+    state = tree_map(lambda leaf: leaf.detach(), layer(x[:, :3])[1])
+    leaves = [leaf.requires_grad_() for leaf in tree_leaves(state) if leaf.is_floating_point()]
+    for timing in ({}, {"times": times[:, 3:].requires_grad_()}):
+        y, _ = layer(x[:, 3:], state, **timing)
+        for leaf, grad in zip(leaves, torch.autograd.grad(y.sum(), leaves, allow_unused=True), strict=True):
+            assert (grad is None) == (leaf.dtype == torch.float64)
 
 
 def test_states_convert_and_reorder(layer):

@@ -188,6 +188,7 @@ class RecurrentFilterAttention(TrajectoryLayer):
             positions = torch.where(belief.precision[:, 0, :1, 0] > 0, 0, -1)
             check_times(times, (belief.time[:, 0, :, 0], positions), segments, {"B": batch, "T": length}, v.device)
             times = times.detach().double()
+        belief = replace_fields(belief, time=belief.time.detach())
         dynamics = self.state_dynamics(dtype)
         parameters = (*dynamics, *self.robust_weights(dtype).values(), self.residual.to(dtype))
         if min(count, batch, length) == 0:

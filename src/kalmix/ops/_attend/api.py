@@ -101,8 +101,8 @@ def attend(
             C channels, so it grows with C.
         temperature: Factor of the logarithm in the softmax, > 0, a number or `[H]`. Larger values sharpen the softmax.
         times: `[B, T]`, time of each token, in float64, float32, int64 or int32, not decreasing within a sequence and
-            not before the times of `belief`; equal times are allowed. No gradient flows to them. Default: 0, 1, 2, ...
-            in each sequence, or from the last time of the belief plus 1.
+            not before the times of `belief`; equal times are allowed. Default: 0, 1, 2, ... in each sequence, or from
+            the last time of the belief plus 1. No gradient flows to them, nor to the times of `belief`.
         value_dynamics: `kalmix.ops.Dynamics` of the values, with fields `[H]` and frequency `[H, D]`. They replace E,
             w and V in the mean, in the variance and in log(weight / V); r always uses the dynamics of the keys.
             Default: the dynamics of the keys.

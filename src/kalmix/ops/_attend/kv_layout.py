@@ -17,6 +17,7 @@ from torch import Tensor
 from kalmix.beliefs import HistoryBelief
 from kalmix.ops._shared.batching import reads_lengths
 from kalmix.segments import Segments
+from kalmix.types import replace_fields
 from kalmix.validation import in_transform
 
 RANK_STRIDE = 1 << 40  # distance between the ranks of two sequences of a row
@@ -67,7 +68,8 @@ def make_layout(
     segments: Segments | None,
     window: int | None,
 ) -> KVLayout:
-    """Build the layout of a call, without a host sync. Gradients flow to q, k, v and the belief."""
+    """Build the layout of a call, without a host sync. Gradients flow to q, k, v and the belief, but not to times."""
+    belief = replace_fields(belief, times=belief.times.detach())
     dtype, device, (batch, length) = belief.keys.dtype, k.device, k.shape[:2]
     q, k, v = (x.to(dtype) for x in (q, k, v))
     has_history = belief.positions.shape[1] > 0
