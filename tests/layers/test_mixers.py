@@ -1,5 +1,7 @@
 """Properties of every layer: split calls, packing, padding, causality, gradients, dtypes, wrong arguments."""
 
+import copy
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -124,6 +126,48 @@ def test_functional_calls_take_plain_tensors(layer):
         for weight in layer.parameters():
             weight.mul_(1.1)
     torch.testing.assert_close(y, layer(x)[0], **CLOSE)
+
+
+class Adapter(torch.nn.Module):
+    """Linear map plus one of rank 1, with the weight of the former, as PEFT's LoRA."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = torch.randn(1, base.in_features), torch.randn(base.out_features, 1)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        return self.base.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + x @ self.down.mT @ self.up.mT
+
+
+def test_adapters_act_like_their_merged_weights(layer):
+    """In the mean, the variance and the state, whichever linear maps have an adapter."""
+    x, merged = tokens(layer, 1, 5), copy.deepcopy(layer)
+    for name, linear in list(merged.named_modules()):
+        if isinstance(linear, torch.nn.Linear):
+            adapter = Adapter(layer.get_submodule(name))
+            with torch.no_grad():
+                linear.weight.add_(adapter.up @ adapter.down)
+            layer.set_submodule(name, adapter)
+    torch.testing.assert_close(layer.filter(x, variance=True), merged.filter(x, variance=True), atol=1e-3, rtol=1e-3)
+
+
+def test_hooks_see_no_calls_for_a_variance(layer):
+    """A hook that stores activations must see those of the tokens last."""
+    shapes, x = [], tokens(layer, 2, 5)
+    for module in layer.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_hook(lambda module, args, output: shapes.append(output.shape[:2]))
+    layer.filter(x, variance=True)
+    assert set(shapes) == {(2, 5)}
 
 
 def test_times_have_no_gradient(layer):

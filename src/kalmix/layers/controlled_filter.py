@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from kalmix.distributed.tensor_parallel import Plan
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.base import Mixer
+from kalmix.layers.modules import apply_linear
 from kalmix.layers.parametrize import positive
 from kalmix.ops import Dynamics, kappa
 from kalmix.validation import check_positive_int
@@ -98,8 +99,7 @@ class WaypointControl(nn.Module):
             rate: their decay rate, `[H]`.
             duration: `[B, T]` or a scalar.
         """
-        down_proj, up_proj = (part.weight.to(predicted.dtype).mT for part in (self.down_proj, self.up_proj))
-        waypoint = (predicted.flatten(2) @ down_proj @ up_proj).view_as(predicted)
+        waypoint = apply_linear(self.up_proj, apply_linear(self.down_proj, predicted.flatten(2))).view_as(predicted)
         beta = waypoint_fraction(
             rate[:, None], duration[..., None, None], positive(self.log_waypoint_weight.to(predicted.dtype))
         )

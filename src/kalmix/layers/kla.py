@@ -27,7 +27,7 @@ from kalmix.layers.fused import (
     without_storing,
 )
 from kalmix.layers.head_sizes import divide_state
-from kalmix.layers.modules import ShortConvolution
+from kalmix.layers.modules import ShortConvolution, linear_variance
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
 from kalmix.steps import Slots
@@ -291,5 +291,4 @@ class KLA(Mixer):
         """Propagate the variance through gate and output projection; exact, since channels are independent."""
         _, gate = context
         with torch.autocast(variance.device.type, enabled=False):
-            dtype = variance.dtype
-            return F.linear(variance * F.silu(gate).to(dtype).square(), self.out_proj.weight.to(dtype).square())
+            return linear_variance(self.out_proj, variance * F.silu(gate).to(variance.dtype).square())

@@ -17,7 +17,7 @@ from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outs
 from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import ACTIVATIONS, Gate, QueryKeyColumns, UnitNorm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
-from kalmix.layers.modules import RMSNorm, ShortConvolution, low_rank
+from kalmix.layers.modules import RMSNorm, ShortConvolution, linear_variance, low_rank
 from kalmix.layers.parametrize import StepDecay
 from kalmix.segments import Segments
 from kalmix.steps import Slots
@@ -308,7 +308,7 @@ class MemoryLayer(Mixer):
                 variance = (column_variance / mean_square * self.norm.weight.to(variance.dtype).square()).flatten(-2)
             if gate is not None:
                 variance = variance * ACTIVATIONS[str(self.gate)](gate).to(variance.dtype).square()
-            return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
+            return linear_variance(self.out_proj, variance)
 
     def _split(self, x: Tensor) -> Tensor:
         """Split `[..., G V]` into the groups that are normalised together."""

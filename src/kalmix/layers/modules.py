@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kalmix.distributed.entry import entry_inputs
 from kalmix.layers.base import check_state_tensor
@@ -73,6 +77,36 @@ def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
     return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
 
 
+def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
+    """Apply a linear map to `x` `[..., E]` in the dtype of x, which may be wider than that of the parameters.
+
+    A map with an adapter, hooks or quantized weights is called, in its own dtype.
+    """
+    if is_plain_linear(linear):
+        return F.linear(x, linear.weight.to(x.dtype), None if linear.bias is None else linear.bias.to(x.dtype))
+    return linear(x.to(_input_dtype(linear, x.dtype))).to(x.dtype)
+
+
+def linear_variance(linear: nn.Module, variance: Tensor) -> Tensor:
+    """Return the variance `[..., D]` of the output of a linear map from that of its input, `[..., E]`.
+
+    The elements of the input are independent. A map with an adapter or quantized weights is applied to E unit vectors.
+    """
+    if type(linear) is nn.Linear and not is_traceable_wrapper_subclass(linear.weight):  # hooks would see unit vectors
+        weight = linear.weight.to(variance.dtype)
+    else:
+        dtype = _input_dtype(linear, variance.dtype)
+        unit_vectors = torch.eye(variance.shape[-1], dtype=dtype, device=variance.device)
+        weight = (linear(unit_vectors) - linear(torch.zeros_like(unit_vectors[:1]))).mT.to(variance.dtype)
+    return F.linear(variance, weight.square())
+
+
+def _input_dtype(linear: nn.Module, default: torch.dtype) -> torch.dtype:
+    """Return the dtype of a linear map's weight; the default if that is no floating-point number."""
+    dtype = getattr(getattr(linear, "weight", None), "dtype", default)
+    return dtype if dtype.is_floating_point else default
+
+
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -86,6 +120,11 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         and "forward" not in vars(module)  # accelerate's hooks replace it
         and all(len(getattr(module, name)) == 0 for name in HOOKS)
     )
+
+
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """Return whether a call of `module` does no more than to multiply with its weight and to add its bias."""
+    return is_plain(module, nn.Linear) and not is_traceable_wrapper_subclass(module.weight)  # sharded or quantized
 
 
 class RMSNorm(nn.RMSNorm):

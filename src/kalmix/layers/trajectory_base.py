@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kalmix.beliefs import HistoryBelief
@@ -15,7 +14,7 @@ from kalmix.distributed.tensor_parallel import ADDED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, mask_outside
 from kalmix.layers.head_sizes import Heads
-from kalmix.layers.modules import rotate_pairs, sample_gaussian, to_state_dtype
+from kalmix.layers.modules import linear_variance, rotate_pairs, sample_gaussian, to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import ConfidenceGate, PredictionGate
 from kalmix.ops import Dynamics, kappa
@@ -282,7 +281,7 @@ class TrajectoryLayer(Mixer):
     def project_out_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
         """Propagate the variance through the output projection; exact, since columns are independent."""
         with torch.autocast(variance.device.type, enabled=False):
-            return F.linear(variance, self.out_proj.weight.to(variance.dtype).square())
+            return linear_variance(self.out_proj, variance)
 
     def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:
         """Predict the output `[B, T, D]` at `horizon` `[B, T]` after each token, from that token only."""

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint
 
 from kalmix.layers.fused import linear_cross_entropy
 from kalmix.layers.fused.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, divide_by_count
-from kalmix.layers.modules import is_plain, sample_gaussian
+from kalmix.layers.modules import is_plain, is_plain_linear, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
 
@@ -70,7 +68,7 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, count: 
     """
     if is_plain(head, CappedLinear):
         return _cross_entropy_by_chunks(head, hidden, targets, count)
-    if _is_plain_linear(head):
+    if is_plain_linear(head):
         return linear_cross_entropy(hidden, head.weight, targets, head.bias, count)
     return cross_entropy(head(hidden), targets, count)  # on the device of the head
 
@@ -178,8 +176,3 @@ def _nll(logits: Tensor, targets: Tensor) -> Tensor:
 def _average(nll: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
     targets = targets.to(nll.device)
     return divide_by_count(torch.where(targets != IGNORE_INDEX, nll, 0).sum(), targets, count)
-
-
-def _is_plain_linear(head: nn.Module) -> TypeGuard[nn.Linear]:
-    """Return whether a call of `head` does no more than to multiply with its weight and to add its bias."""
-    return is_plain(head, nn.Linear) and not is_traceable_wrapper_subclass(head.weight)  # sharded or quantized
