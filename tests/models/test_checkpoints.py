@@ -205,9 +205,10 @@ def test_solvers_are_stored_as_mappings():
     assert (mixer.ridge, mixer.solver) == (Fixed(2.0), Sketch(4, Chebyshev(7)))
 
 
-def test_resized_vocabulary():
+@pytest.mark.parametrize("logit_cap", [None, 0.5])
+def test_resized_vocabulary(logit_cap):
     for tie in (False, True):
-        model = build("kla", tie_word_embeddings=tie)
+        model = build("kla", tie_word_embeddings=tie, logit_cap=logit_cap)
         expected = model(tokens(1, 4)).logits
         model.resize_token_embeddings(50, mean_resizing=False)
         logits = model(tokens(1, 4)).logits

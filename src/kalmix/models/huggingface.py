@@ -124,6 +124,15 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         self.lm_head: nn.Module = nn.Linear(*sizes, bias=False) if cap is None else CappedLinear(*sizes, cap)
         self.post_init()
 
+    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the head for another size of the vocabulary, with the limit of the old head."""
+        head = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
+        if isinstance(old_lm_head, CappedLinear) and not isinstance(head, CappedLinear):
+            with torch.device("meta"):
+                capped = CappedLinear(head.in_features, head.out_features, old_lm_head.cap)
+            capped.weight, head = head.weight, capped
+        return head
+
     @can_return_tuple
     def forward(
         self,
