@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -88,6 +89,12 @@ def replace_fields(record: Record, **fields: Any) -> Record:
 
 
 torch.serialization.add_safe_globals([Filtered])  # for `torch.load(weights_only=True)`
+
+
+def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context without autocast on `device`, so that beliefs keep their dtype."""
+    # PyTorch cannot build an autocast context for the device "meta", which has no autocast.
+    return nullcontext() if device.type == "meta" else torch.autocast(device.type, enabled=False)
 
 
 def belief_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -170,6 +170,16 @@ def test_hooks_see_no_calls_for_a_variance(layer):
     assert set(shapes) == {(2, 5)}
 
 
+def test_layers_run_on_the_meta_device(layer):
+    """Tools that count memory or operations run models without data."""
+    x = tokens(layer, 2, 5).to("meta")
+    filtered = layer.to("meta").filter(x, variance=True)
+    assert filtered.mean.shape == x.shape
+    y, _ = layer(x, filtered.belief)
+    y.sum().backward()
+    assert all(weight.grad is not None for weight in layer.parameters())
+
+
 def test_times_have_no_gradient(layer):
     """Kernels treat lags as constants in places, so a gradient of times would be only a part of it."""
     if not isinstance(layer, TrajectoryLayer):

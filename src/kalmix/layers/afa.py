@@ -22,7 +22,7 @@ from kalmix.layers.trajectory_base import TrajectoryLayer, complex_heads
 from kalmix.ops import Dynamics, Weight
 from kalmix.segments import Segments
 from kalmix.steps import NO_SEQUENCE, Slots
-from kalmix.types import Filtered, belief_dtype, replace_fields
+from kalmix.types import Filtered, belief_dtype, replace_fields, without_autocast
 from kalmix.validation import check_choice, check_positive_int
 
 
@@ -174,7 +174,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         Histories of the pool have room for all tokens of a sequence, or for those of the window.
         """
         q, k, v = self.project(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             parameters, value_dynamics, state_dynamics = self._attend_parameters(v)
             filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
             is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction

@@ -24,7 +24,7 @@ from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
 from kalmix.segments import Segments
 from kalmix.steps import Slots
-from kalmix.types import Belief, Filtered
+from kalmix.types import Belief, Filtered, without_autocast
 from kalmix.validation import can_check_values, check_positive_int
 
 EPS = 1e-6  # added to lengths before dividing by them
@@ -204,7 +204,7 @@ class AFATransformerBlock(Mixer):
         """Return the read-out of tokens `[B, T, D]` and the new state; `options` are arguments of the op."""
         parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1)]
         options |= {"window": self.window, "kernel": self.kernel}
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             lengths = [_length(part) for part in parts]
             units = [_scale(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
             real = (F.pad(length, (0, 1)).to(x.dtype) for x, length in zip(parts, lengths, strict=True))

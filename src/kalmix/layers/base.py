@@ -280,17 +280,25 @@ class Mixer(SteppedLayer):
         read = partial(read_on_rank, self.read) if is_active() else self.read
         if torch.compiler.is_compiling():  # a graph must not break inside `try`
             return read(x, *arguments, **timing)
+        if x.device.type == "meta" and (problem := self._misfit(x)):  # PyTorch mixes it with other devices
+            raise problem
         try:
             return read(x, *arguments, **timing)
         except RuntimeError as error:
-            weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
-            weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
-            autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-            fits = x.device == weight.device and (autocast or x.dtype == weight.dtype)
-            if fits or isinstance(error, torch.OutOfMemoryError):
+            problem = self._misfit(x)
+            if problem is None or isinstance(error, torch.OutOfMemoryError):
                 raise
-            got, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
-            raise ArgumentError("x", got=got, expected=f"{expected}, as the layer", hint="Convert either") from None
+            raise problem from None
+
+    def _misfit(self, x: Tensor) -> ArgumentError | None:
+        """Return an error about the dtype or device of x; `None` if they fit those of the layer."""
+        weights = [module.weight for module in self.modules() if isinstance(module, nn.Linear)]
+        weight = next((weight for weight in weights if weight.dtype in FLOATS), x)  # others are quantized
+        autocast = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        if x.device == weight.device and (autocast or x.dtype == weight.dtype):
+            return None
+        got, expected = (f"{tensor.dtype} on {tensor.device}" for tensor in (x, weight))
+        return ArgumentError("x", got=got, expected=f"{expected}, as the layer", hint="Convert either")
 
     def forward(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, **timing: Tensor | None

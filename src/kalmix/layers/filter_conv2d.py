@@ -12,6 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import positive
 from kalmix.ops import kappa
+from kalmix.types import without_autocast
 from kalmix.validation import FLOATS, check_dtype_and_device, check_positive_int, check_shape
 
 SIDES = ("left", "right", "below", "above")  # sides of a pixel, in the order of parameters
@@ -144,7 +145,7 @@ class FilterConv2d(nn.Module):
         if x.shape[2] == 0 or x.shape[3] == 0:
             raise ArgumentError("x", problem=f"has shape {list(x.shape)}", expected="at least one row and one column")
         z = self.in_proj(x)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             estimate = self.estimate(to_state_dtype(z))
         return self.out_proj(estimate.to(z.dtype))
 

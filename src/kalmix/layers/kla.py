@@ -31,7 +31,7 @@ from kalmix.layers.modules import ShortConvolution, linear_variance
 from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments
 from kalmix.steps import Slots
-from kalmix.types import Belief, Filtered, belief_dtype
+from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
 from kalmix.validation import check_positive_int
 
 
@@ -188,7 +188,7 @@ class KLA(Mixer):
         previous = check_state(state, KLAState, x, segments)
         belief, conv_state = (None, None) if previous is None else previous
         signals, (z, gate), conv_state = self.signals(x, conv_state, segments)
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             mean, var, belief = ops.diagonal(
                 **signals, belief=belief, variance=variance, segments=segments, kernel=self.kernel
             )
@@ -209,7 +209,7 @@ class KLA(Mixer):
         skip = GatedSkip(z, self.skip, gate)
         if can_fuse_cells(raw, skip, belief, ops.STEP_KERNELS.get(self.kernel or "")):
             return cell_step(raw, skip, dynamics, belief, slots), None
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             signals = self._activate(raw, dynamics)
             mean = ops.diagonal(**signals, belief=belief, slots=slots, kernel=self.kernel).mean
         return mean[:, :, 0], (z, gate)
@@ -290,5 +290,5 @@ class KLA(Mixer):
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
         """Propagate the variance through gate and output projection; exact, since channels are independent."""
         _, gate = context
-        with torch.autocast(variance.device.type, enabled=False):
+        with without_autocast(variance.device):
             return linear_variance(self.out_proj, variance * F.silu(gate).to(variance.dtype).square())

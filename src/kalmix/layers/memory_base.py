@@ -21,7 +21,7 @@ from kalmix.layers.modules import RMSNorm, ShortConvolution, linear_variance, lo
 from kalmix.layers.parametrize import StepDecay
 from kalmix.segments import Segments
 from kalmix.steps import Slots
-from kalmix.types import Belief, Filtered
+from kalmix.types import Belief, Filtered, without_autocast
 from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int
 
 
@@ -227,7 +227,7 @@ class MemoryLayer(Mixer):
         arguments: dict[str, Any] = self.signals(x)
         if self.has_posterior:
             arguments["variance"] = variance
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
         gate = self._gate_input(x)
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
@@ -241,7 +241,7 @@ class MemoryLayer(Mixer):
             partial(self.signals, x),
             partial(self._gate_input, x),
         )
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             mean = self.op(q, k, v, **arguments, belief=pool.belief, slots=slots, kernel=self.kernel).mean.flatten(2)
         return mean, (gate, mean)
 
@@ -300,7 +300,7 @@ class MemoryLayer(Mixer):
         expected one, mean^2 + variance averaged over the head. This is exact in the limit of wide heads.
         """
         gate, mean = context
-        with torch.autocast(variance.device.type, enabled=False):
+        with without_autocast(variance.device):
             if self.norm is not None:
                 column_variance = self._split(variance)
                 squares = self._split(mean.to(variance.dtype)).square() + column_variance

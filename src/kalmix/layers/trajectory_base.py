@@ -19,7 +19,7 @@ from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import ConfidenceGate, PredictionGate
 from kalmix.ops import Dynamics, kappa
 from kalmix.segments import Segments
-from kalmix.types import Belief, Filtered, belief_dtype
+from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
 from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_range, check_shape
 
 PREDICTIONS = ("step", "gate")
@@ -194,7 +194,7 @@ class TrajectoryLayer(Mixer):
             check_range("horizon", horizon, minimum=0.0)
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         q, k, v = self.project(mask_outside(x, segment_ids))
-        with torch.autocast(x.device.type, enabled=False):
+        with without_autocast(x.device):
             needs_variance = variance or self.confidence is not None
             filtered, dynamics = self.estimate(q, k, v, needs_variance, previous, segments, times)
             mean, state_variance = self.predict_state(*self.mix_residual(filtered, v), v, horizon, dynamics)
@@ -280,7 +280,7 @@ class TrajectoryLayer(Mixer):
 
     def project_out_variance(self, variance: Tensor, context: Tensor | None) -> Tensor:
         """Propagate the variance through the output projection; exact, since columns are independent."""
-        with torch.autocast(variance.device.type, enabled=False):
+        with without_autocast(variance.device):
             return linear_variance(self.out_proj, variance)
 
     def predict_from_token(self, x: Tensor, horizon: Tensor) -> Tensor:

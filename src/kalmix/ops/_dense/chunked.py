@@ -35,7 +35,7 @@ from kalmix.ops._dense.tile_update import (
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op
 from kalmix.ops._shared.isolation import isolate_non_finite
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Filtered, without_autocast
 
 MISSING_TOKEN = (0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0)  # signals of a token without effect
 
@@ -145,7 +145,7 @@ def _forward(
     count = SequenceBatch.num_checkpoints(v, mean, rows) if save else 0
     finals = [x.clone(memory_format=torch.contiguous_format) for x in (mean, covariance)]
     checkpoints = [x.new_zeros(count, *x.shape[2:], dtype=batches[0].dtype) for x in finals]
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         for batch in batches:
             state, ended = (batch.sort(mean), batch.sort(covariance)), []
             for steps in batch.step_groups():
@@ -201,7 +201,7 @@ def _backward(
     checkpoints = [
         x.view(-1, *y.shape[2:]) for x, y in ((means, grad_final_mean), (covariances, grad_final_covariance))
     ]
-    with torch.autocast(v.device.type, enabled=False):
+    with without_autocast(v.device):
         for batch in batches:
             final = batch.sort(grad_prior[0]), batch.sort(grad_prior[1])
             state = _first(0, final)

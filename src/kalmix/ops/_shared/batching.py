@@ -19,6 +19,7 @@ from torch.nn.functional import pad
 from kalmix.ops._shared.chunking import Chunks, max_packed_chunks
 from kalmix.ops._shared.packing import ChainedChunks, PackedChunks, chunks_by_length
 from kalmix.ops._shared.scan import State
+from kalmix.types import without_autocast
 
 MAX_ENTRIES_CPU = 1 << 19  # entries of one tensor of a slice; a few such tensors fit the cache
 MAX_ENTRIES_GPU = 1 << 25  # the same on other devices: enough to keep a GPU busy
@@ -144,7 +145,7 @@ def filter_slices(
         of chunks, flat, or empty.
     """
     readouts, entries, prior, parts = [], [], state, slicing.parts()
-    with torch.autocast(slicing.v.device.type, enabled=False):
+    with without_autocast(slicing.v.device):
         state = slicing.running_states(prior)
         for part in parts:
             readout, own, entry = function(part.chunks, part.cut(signals), part.chunks.take(state))
@@ -184,7 +185,7 @@ def backpropagate_slices(
     (grad_readouts, state), parts, results = grads, slicing.parts(), []
     stored = [x.view(slicing.stored_shape(y)) for x, y in zip(stored, state, strict=True)]
     end = sum(part.chunks.count for part in parts)
-    with torch.autocast(slicing.v.device.type, enabled=False):
+    with without_autocast(slicing.v.device):
         state = slicing.running_states(state)
         for part in reversed(parts):
             entry = tuple(x[:, end - part.chunks.count : end] for x in stored)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kalmix.ops._shared import environment, gpu
-from kalmix.types import Filtered
+from kalmix.types import Filtered, without_autocast
 from kalmix.validation import FLOATS
 
 TRANSFORMS = "torch.func transforms and forward-mode derivatives"  # a feature: see `Kernel.features`
@@ -93,12 +93,10 @@ class Kernel:
             signals: the signals of the op, q first.
             arguments: the belief, the segments, and further arguments of the op's kernels.
         """
-        device = signals[0].device.type
-        if device == "meta":  # autocast does not support this device
+        device = signals[0].device
+        if device.type != "meta" and not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device.type):
             return self.function(signals, *arguments)
-        if not torch.compiler.is_compiling() and not torch.is_autocast_enabled(device):
-            return self.function(signals, *arguments)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(device):
             return self.function(signals, *arguments)
 
     def unsupported_reason(self, request: KernelRequest) -> str | None:
