@@ -23,6 +23,14 @@ def test_int8_weights_change_logits_little(model):
     assert model.generate(_ids(model), max_new_tokens=4, eos_token_id=None).shape == (2, 13)
 
 
+def test_int8_weights_change_variances_little(model):
+    before = model(_ids(model), output_beliefs=True).beliefs
+    quantize_(model, Int8WeightOnlyConfig())
+    for old, new in zip(before, model(_ids(model), output_beliefs=True).beliefs, strict=True):
+        if old.variance is not None:
+            assert 0 < _difference(new.variance, old.variance) < 0.03
+
+
 def test_quantized_checkpoint_is_loaded(model, tmp_path):
     model.save_pretrained(tmp_path / "full")
     expected = model(_ids(model)).logits
