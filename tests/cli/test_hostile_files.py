@@ -217,9 +217,9 @@ CASES = {
     "tokenizer nested deep": Case(write(TOKENIZER, NESTED), "tokenizer.json"),
     "tokenizer is not UTF-8": Case(write(TOKENIZER, b'{"version": "\xff"}'), "tokenizer.json"),
     "tokenizer is a FIFO": Case(replaced(TOKENIZER, os.mkfifo), "tokenizer.json"),
-    "tokenizer without the end mark": Case(
-        write(TOKENIZER, json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}})),
-        "<|endoftext|>",
+    "tokenizer without the token that begins documents": Case(
+        write(TOKENIZER, json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": {"a": 1}, "merges": []}})),
+        "begins documents",
     ),
     "tokenizer with more tokens than the model": Case(
         write(

@@ -157,7 +157,7 @@ class TestOnHopper:
     @pytest.mark.parametrize("tiles", [1, 3])
     def test_agrees_with_the_recursion(self, monkeypatch, slots, tiles):
         monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
-        monkeypatch.setattr("kalmix.ops._diagonal.triton.forward.tile_size", lambda length, *_: -(-length // tiles))
+        monkeypatch.setattr("kalmix.ops._diagonal.triton.plan.tile_size", lambda length, *_: -(-length // tiles))
         monkeypatch.setattr("kalmix.ops._diagonal.cuda.plan.backward_tile_size", lambda length, *_: -(-length // tiles))
         check(arguments(2, 200, (1, 1), slots, 33), run=CUDA)
         check(arguments(2, 143, (2, 4), slots, 130, RUNS.count), RUNS, False, CUDA)

@@ -203,7 +203,7 @@ def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, n
 )
 @pytest.mark.parametrize(("dtype", "name"), [(FLOAT, "mixed"), (HALF, "one long"), (FLOAT, "tile")])
 def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypatch):
-    monkeypatch.setattr("kalmix.ops._diagonal.triton.forward.tile_size", lambda *_: 32)
+    monkeypatch.setattr("kalmix.ops._diagonal.triton.plan.tile_size", lambda *_: 32)
     monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     check("diagonal", diagonal_arguments(tokens, segments.count, 5, 6, dtype), segments, prior, final)
