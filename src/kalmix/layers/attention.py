@@ -199,7 +199,7 @@ class Attention(Mixer):
             final = AttentionState(keys, values, positions)
         elif segments is None or segment_ids is None:
             output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
-        elif previous is None:
+        elif previous is None or segments.count == 0:  # a state of no sequences holds no tokens
             if self.implementation == "eager":
                 output = self._attend(q, k, v, (segment_ids[:, :, None] == segment_ids[:, None]).tril())
             else:
