@@ -137,20 +137,24 @@ class ContextParallel:
     def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
         """Replace the gradient of each parameter by the sum over all ranks.
 
-        A parameter without a gradient on some ranks counts as 0 there; one without a gradient on every rank keeps none.
+        A parameter without a gradient on some ranks counts as 0 there; one without a gradient on every rank keeps none,
+        but gets zeros while a CUDA graph is captured. If a gradient is missing on this rank, the host waits for a GPU.
         """
         learned = [x for x in parameters if x.requires_grad]
         if not learned:
             return
         missing = [i for i, x in enumerate(learned) if x.grad is None]
         grads = [torch.zeros_like(x) if x.grad is None else x.grad for x in learned]  # ranks send the same tensors
-        ranks = torch.ones(len(learned), device=learned[0].device)  # how many have a gradient of each parameter
+        counts = torch.ones(len(learned), device=learned[0].device)  # ranks that have a gradient of each parameter
         for i in missing:
-            ranks[i] = 0.0
-        sum_over_ranks([ranks, *grads], self.group)
-        if missing:  # the host waits for a GPU here
-            for x, grad, count in zip(learned, grads, ranks.tolist(), strict=True):
-                x.grad = grad if count else None
+            counts[i] = 0.0
+        sum_over_ranks([counts, *grads], self.group)
+        if not missing:
+            return
+        capturing = counts.is_cuda and torch.cuda.is_current_stream_capturing()  # then the host cannot wait
+        present = [True] * len(learned) if capturing else counts.bool().tolist()
+        for i in missing:
+            learned[i].grad = grads[i] if present[i] else None
 
     def call(self, batch: int, length: int, device: torch.device) -> Call:
         """Return the exchange of a call with B rows of `length` tokens on this rank."""
