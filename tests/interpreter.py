@@ -116,7 +116,10 @@ def _describe_blocks_once() -> None:
 
 
 def _make_constants_once() -> None:
-    """Make a read-only tensor of each number once. The interpreter makes one wherever a kernel names a number."""
+    """Make a read-only tensor of each number once. The interpreter makes one wherever a kernel names a number.
+
+    Numbers that are equal share a tensor of one dtype: Triton itself replaces -0.0 by 0.0, on a GPU, too.
+    """
     from triton.language.semantic import TritonSemantic
     from triton.runtime import interpreter
 
@@ -274,7 +277,7 @@ def _compute_directly() -> None:
         """Return a number in a dtype, without an axis; `None` if Triton would compute in another dtype."""
         if type(value) is float and dtype == "fp32":
             return np.float32(value)
-        if type(value) is int and (dtype == "fp32" or -(2**31) <= value < 2**31):
+        if type(value) is int and dtype in numbers and (dtype == "fp32" or -(2**31) <= value < 2**31):
             return numbers[dtype](value)
         return None
 
