@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kalmix.layers.modules import ShortConvolution
+from kalmix.layers.modules import ShortConvolution, apply_linear, linear_variance
 from kalmix.segments import Segments
 
 
@@ -63,3 +63,23 @@ def test_sequences_are_isolated():
     leaf = x.clone().requires_grad_()
     conv(leaf, None, segments)[0][:, 5:9].square().sum().backward()
     assert leaf.grad is not None and leaf.grad[:, 5:9].ne(0).all() and leaf.grad[:, others].eq(0).all()
+
+
+class Float8Linear(torch.nn.Module):
+    """Linear map with a weight in float8 and a scale, as quantized checkpoints store it."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor) -> None:
+        super().__init__()
+        self.scale, self.bias = weight.abs().max() / 448, bias
+        self.weight = (weight / self.scale).to(torch.float8_e4m3fn)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.scale * self.weight.to(x.dtype), self.bias)
+
+
+def test_float8_weights_are_applied_in_the_dtype_of_the_input():
+    torch.manual_seed(0)
+    linear, x = Float8Linear(torch.randn(3, 4), torch.randn(3)), torch.rand(2, 4)
+    weight = linear.scale * linear.weight.float()
+    torch.testing.assert_close(apply_linear(linear, x), F.linear(x, weight, linear.bias))
+    torch.testing.assert_close(linear_variance(linear, x), F.linear(x, weight.square()))

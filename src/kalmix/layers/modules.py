@@ -95,16 +95,16 @@ def linear_variance(linear: nn.Module, variance: Tensor) -> Tensor:
     if type(linear) is nn.Linear and not is_traceable_wrapper_subclass(linear.weight):  # hooks would see unit vectors
         weight = linear.weight.to(variance.dtype)
     else:
-        dtype = _input_dtype(linear, variance.dtype)
-        unit_vectors = torch.eye(variance.shape[-1], dtype=dtype, device=variance.device)
-        weight = (linear(unit_vectors) - linear(torch.zeros_like(unit_vectors[:1]))).mT.to(variance.dtype)
+        width, dtype = variance.shape[-1], _input_dtype(linear, variance.dtype)
+        outputs = linear(torch.eye(width + 1, width, dtype=dtype, device=variance.device))  # last row: the bias
+        weight = (outputs[:-1] - outputs[-1]).mT.to(variance.dtype)
     return F.linear(variance, weight.square())
 
 
 def _input_dtype(linear: nn.Module, default: torch.dtype) -> torch.dtype:
-    """Return the dtype of a linear map's weight; the default if that is no floating-point number."""
+    """Return the dtype of a linear map's weight; `default` if that is the dtype of a quantized weight."""
     dtype = getattr(getattr(linear, "weight", None), "dtype", default)
-    return dtype if dtype.is_floating_point else default
+    return dtype if dtype in FLOATS else default
 
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
