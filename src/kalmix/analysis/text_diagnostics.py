@@ -44,7 +44,7 @@ class TextDiagnostics(NamedTuple):
 def diagnose_text(
     model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, text: str, *, weights: bool = False
 ) -> TextDiagnostics:
-    """Run a model on a text, as one sequence that begins as documents in training, and diagnose its layers.
+    """Run a model on a text, which begins with the same token as documents in training, and diagnose its layers.
 
     Args:
         model: model on any device.
@@ -53,7 +53,7 @@ def diagnose_text(
         weights: whether to compute attention maps; memory is O(L M T^2) for M channels or heads per layer.
 
     Raises:
-        ArgumentError: the text is empty or no Unicode, or no layer of the model has a write gain.
+        ArgumentError: the text is empty, UTF-8 cannot encode it, or no layer of the model has a write gain.
     """
     ids, tokens = _tokenize(tokenizer, text, begin_id(model, tokenizer))
     embedded = model.model.embed_tokens(ids.to(model.device))

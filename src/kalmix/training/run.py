@@ -50,7 +50,7 @@ from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_ca
 from kalmix.validation import check_bool
 
 HISTORY = "history.json"
-UNLISTED = ("all", "none", "flyte")  # names in `report_to` that transformers accepts and does not list
+UNLISTED = ("all", "none", "flyte", "azure_ml")  # names in `report_to` that transformers accepts; it need not list them
 
 
 @dataclass(frozen=True)
