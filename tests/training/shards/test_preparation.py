@@ -20,7 +20,7 @@ from kalmix import ArgumentError
 from kalmix.training.corpus import train_tokenizer
 from kalmix.training.data import wrap_tokenizer
 from kalmix.training.shards import DatasetOptions, Manifest, Preparation, prepare, tokenize_part
-from kalmix.training.shards.manifest import TOKEN_DTYPES
+from kalmix.training.shards.manifest import MANIFEST, TOKEN_DTYPES
 from kalmix.training.shards.tokenizer import make_encoder
 
 from .conftest import shard_files, texts, write_corpus
@@ -238,6 +238,20 @@ def test_a_changed_tokenizer_is_noticed(corpus: Path, tmp_path: Path) -> None:
         if size == 257:
             assert prepare(settings, tmp_path / "s") == prepare(settings, tmp_path / "s")
     with pytest.raises(ArgumentError, match=r"holds finished shards with another tokenizer\.json; expected"):
+        prepare(settings, tmp_path / "s")
+
+
+def test_shards_that_do_not_state_their_settings_are_refused(corpus: Path, tmp_path: Path) -> None:
+    """Except for the hash of the tokenizer, which earlier versions did not store."""
+    settings = Preparation(str(corpus), vocab_size=260)
+    manifest = prepare(settings, tmp_path / "s")
+    path = tmp_path / "s" / MANIFEST
+    stored = json.loads(path.read_text())
+    del stored["settings"]["tokenizer.json"]
+    path.write_text(json.dumps(stored))
+    assert prepare(settings, tmp_path / "s").shards == manifest.shards
+    path.write_text(json.dumps(stored | {"settings": {}}))
+    with pytest.raises(ArgumentError, match="holds finished shards with another source"):
         prepare(settings, tmp_path / "s")
 
 

@@ -29,6 +29,7 @@ from kalmix.training.shards.workers import tokenize_parts
 from kalmix.validation import check_positive_int, check_types
 
 _FREE = ("skip_damaged", "licences")  # settings that may change before the shards are finished
+_HASH = "tokenizer.json"  # name of the hash of this file among the settings
 
 
 class Progress(NamedTuple):
@@ -100,9 +101,9 @@ class Preparation:
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as they are written to JSON, with a hash of the tokenizer if it is in a folder."""
-        file = Path(self.tokenizer or "", "tokenizer.json")
+        file = Path(self.tokenizer or "", _HASH)
         digest = hashlib.sha256(file.read_bytes()).hexdigest() if self.tokenizer and file.is_file() else None
-        settings = {**asdict(self), "dataset": self.dataset._asdict(), file.name: digest}
+        settings = {**asdict(self), "dataset": self.dataset._asdict(), _HASH: digest}
         return json.loads(json.dumps(settings))
 
 
@@ -204,9 +205,10 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
         return None
     state = "unfinished" if manifest is None else "finished"
     before: Any = found["settings"] if isinstance(found.get("settings"), dict) else {}
+    if before and _HASH not in before:  # earlier versions did not store it
+        before = before | {_HASH: plan["settings"][_HASH]}
     free = _FREE if manifest is None else ()
-    settings = {name: value for name, value in plan["settings"].items() if name not in free}
-    changed = [name for name, value in settings.items() if before.get(name, value) != value]
+    changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
     if changed:
         got = f"{str(folder)!r}, which holds {state} shards with another {' and '.join(changed)}"
         raise ArgumentError("output", got=got, expected="a new folder, or the same settings")
