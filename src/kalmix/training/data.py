@@ -26,8 +26,8 @@ def wrap_tokenizer(tokenizer: Tokenizer, mark: str = END_OF_TEXT) -> PreTrainedT
 
     Args:
         tokenizer: as `train_tokenizer` returns it.
-        mark: its token that begins, ends and pads texts. With another than `END_OF_TEXT`, special tokens that a text
-            spells out are encoded as ordinary text, as in token shards.
+        mark: its token that begins, ends and pads texts. If it is not `END_OF_TEXT`, the names of special tokens in a
+            text are encoded as ordinary text, as in token shards.
     """
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -92,10 +92,10 @@ def begin_id(model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast) -> in
 
 
 def check_unicode(name: str, text: str) -> None:
-    """Check that UTF-8 can encode a text. Bytes of a command line that are not UTF-8 become lone surrogates.
+    """Check that UTF-8 can encode a text. Python reads other bytes of a command line as lone surrogates.
 
     Raises:
-        ArgumentError: it has a lone surrogate.
+        ArgumentError: the text has a lone surrogate.
     """
     try:
         text.encode()
