@@ -98,6 +98,9 @@ def test_precompile_compiles_once_per_size_class_and_launches_nothing(log):
     for other in (torch.zeros(5, 5, 7), torch.zeros(3, 5, 8), torch.zeros(3, 5, 7).half(), torch.zeros(3, 7, 5).mT):
         precompile(call, other)
     assert len(log) == 5
+    for length in (6, 7):  # heads before tokens: a stride depends on the length
+        precompile(call, torch.zeros(1, 2, length, 16).transpose(1, 2))
+    assert len(log) == 6
 
 
 def test_kernels_are_looked_up_once_per_layout(log):

@@ -89,9 +89,9 @@ def _high_priority_stream(device: int) -> torch.cuda.Stream:
 def precompile(function: Callable[..., object], *arguments: Any, key: Hashable = None) -> None:
     """Call `function` as a dry run that compiles all kernels it would launch, unless a similar call has done so.
 
-    Calls are similar if their tensors agree in dtype, in all sizes from the third on, in all strides from the second
-    on, and in the first two sizes rounded up to powers of two, and if all other arguments, `key` and the device are
-    equal. In a dry run, `function` is called in any case.
+    Calls are similar if their tensors agree in dtype, in the first two sizes rounded up to powers of two, in all later
+    sizes, in the second stride, and in whether each later stride is 1 or a multiple of 16; and if all other arguments,
+    `key` and the device are equal. In a dry run, `function` is called in any case.
 
     If similar calls launch different kernels, results are right, but Triton compiles the missing kernels one after
     another when they are launched.
@@ -294,7 +294,10 @@ def _compilation() -> Iterator[None]:
 
 
 def _size_class(x: Tensor) -> tuple[Any, ...]:
-    return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:], *x.stride()[1:]
+    # CUDA kernels are compiled for the second stride. Triton compiles kernels for strides of 1 and multiples of 16. Later
+    # strides may depend on the length: do not compare their values, since each length would need a dry run.
+    strides = *x.stride()[1:2], *((stride == 1, stride % 16 == 0) for stride in x.stride()[2:])
+    return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:], *strides
 
 
 def _layout(arguments: Iterable[Any], tensors: list[Tensor]) -> tuple[Any, ...]:
