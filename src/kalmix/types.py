@@ -103,10 +103,10 @@ def belief_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def dependent_zero(*tensors: Tensor | None) -> Tensor:
-    """Return 0, in the dtype of the first tensor, as a sum over no entries of floating-point tensors.
+    """Return 0, in the dtype of the first floating-point tensor; its gradients with respect to all of them are 0.
 
-    It makes a result depend on tensors that it does not use, with gradient 0, even if they hold NaN. Otherwise their
-    gradients would be missing on a rank without tokens, and the other ranks would wait for them.
+    Add it to a result without tokens. Otherwise parameters would have no gradient on a rank without tokens, and the
+    other ranks would wait for it. The 0 is a sum of no elements, so NaN in the tensors does not matter.
     """
     present = [x for x in tensors if x is not None and x.is_floating_point()]
     return torch.stack([x.reshape(-1)[:0].sum(dtype=present[0].dtype) for x in present]).sum()

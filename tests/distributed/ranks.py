@@ -173,7 +173,7 @@ def refuse(world: int) -> None:
         ContextParallel(mesh, "head-tail").shard(x[:, :6])
     for rows in ([(0, 0, 9)], [(1, 0, 8)]):
         context = ContextParallel(mesh, segments=Segments.of(torch.tensor(rows)))
-        with pytest.raises(ArgumentError, match="rows below 1 and at most 8 tokens"), context:
+        with pytest.raises(ArgumentError, match="batch rows below 1 and at most 8 tokens"), context:
             layer(x[:, : 8 // world])
     with pytest.raises(ArgumentError, match="0 batch rows"), ContextParallel(mesh):
         layer(x[:0])

@@ -275,7 +275,7 @@ def _check_documents(documents: list[list[int]] | None, batch: int, length: int)
         raise ArgumentError(
             "segments",
             problem=f"extends to batch row {row} and token {stop}",
-            expected=f"rows below {batch} and at most {length} tokens, those of all ranks",
+            expected=f"batch rows below {batch} and at most {length} tokens on all ranks together",
         )
 
 

@@ -90,7 +90,8 @@ def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:
 def linear_variance(linear: nn.Module, variance: Tensor) -> Tensor:
     """Return the variance `[..., D]` of the output of a linear map from that of its input, `[..., E]`.
 
-    The elements of the input are independent. A map with an adapter or quantized weights is applied to E unit vectors.
+    The elements of the input must be independent. If the map has an adapter or quantized weights, its matrix is found
+    by a call with E unit vectors.
     """
     if type(linear) is nn.Linear and not is_traceable_wrapper_subclass(linear.weight):  # hooks would see unit vectors
         weight = linear.weight.to(variance.dtype)

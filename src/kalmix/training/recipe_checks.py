@@ -77,7 +77,7 @@ def _check_model(recipe: Recipe) -> None:
             raise ArgumentError("model", problem=f"contains {name!r}", expected=f"the setting `{name}` of the recipe")
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if name in recipe.model:
-            expected = "no ids of tokens, since the data has them"
+            expected = "no ids of tokens: they are those of the data"
             raise ArgumentError("model", problem=f"contains {name!r}", expected=expected)
 
 

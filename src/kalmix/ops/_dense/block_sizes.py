@@ -12,7 +12,7 @@ PREFETCH = 16  # tokens whose signals are prefetched together
 
 
 def may_split_time(batch: int, length: int, heads: int, packed: bool) -> bool:
-    """Return whether the number and the length of sequences allow to split them in time."""
+    """Return whether sequences are long and few enough, but not too few, to be split in time."""
     return not packed and length >= MIN_SPLIT_TOKENS and batch * heads in SPLIT_PROGRAM_COUNTS
 
 

@@ -4,7 +4,7 @@ Each module exports the same function, and none imports another:
 
     diagonal(signals, belief, segments, variance) -> Filtered
 
-The function in `custom_op` also takes `no_prior`: whether no belief was given, and `cuda`.
+The function in `custom_op` also takes `no_prior` (whether no belief was given) and `cuda`.
 The op checks arguments and replaces a missing belief by the default, whose tensors may be expanded.
 """
 

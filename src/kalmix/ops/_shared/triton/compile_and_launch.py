@@ -260,7 +260,7 @@ def _load(future: Future[Any]) -> None:
 
 _LAUNCHER: ContextVar[Callable[[Launch], Any]] = ContextVar("launcher", default=_launch)
 _DRY_RUN: ContextVar[bool] = ContextVar("dry_run", default=False)
-_PRECOMPILED: set[Any] = set()  # calls of `precompile`, of which similar ones are equal
+_PRECOMPILED: set[Any] = set()  # one entry for all calls of `precompile` that are similar
 _LAUNCH_CACHE: dict[Any, _CachedCall | Replay] = {}
 
 
@@ -294,8 +294,8 @@ def _compilation() -> Iterator[None]:
 
 
 def _size_class(x: Tensor) -> tuple[Any, ...]:
-    # CUDA kernels are compiled for the second stride. Triton compiles kernels for strides of 1 and multiples of 16. Later
-    # strides may depend on the length: do not compare their values, since each length would need a dry run.
+    # CUDA kernels are compiled for the second stride, Triton's for strides of 1 and multiples of 16. Later strides may
+    # depend on the length: do not compare their values, since each length would need a dry run.
     strides = *x.stride()[1:2], *((stride == 1, stride % 16 == 0) for stride in x.stride()[2:])
     return x.dtype, *((size - 1).bit_length() for size in x.shape[:2]), *x.shape[2:], *strides
 
