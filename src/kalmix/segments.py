@@ -219,6 +219,16 @@ def of_tokens(values: Tensor, segment_ids: Tensor) -> Tensor:
     return pad(values, (0, 1))[segment_ids]  # index -1 is the last value
 
 
+def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:
+    """Set tokens that belong to no sequence to 0, even if they contain NaN.
+
+    Args:
+        x: `[B, T, D]`.
+        segment_ids: `[B, T]`, sequence of each token, -1 for none; `None` returns `x`.
+    """
+    return x if segment_ids is None else torch.where((segment_ids >= 0)[..., None], x, 0)
+
+
 def _check_int32(name: str, x: Tensor) -> None:
     """Check that values fit int32, if they may be read here."""
     if can_check_values(x) and x.numel() and int(x.max()) > MAX_INT:

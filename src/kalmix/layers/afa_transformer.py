@@ -16,13 +16,13 @@ from kalmix.designs import Design
 from kalmix.distributed import ops
 from kalmix.distributed.tensor_parallel import WHOLE, Plan
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.base import Mixer, check_state
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 from kalmix.layers.trajectory_base import complex_heads, trajectory_plan
-from kalmix.segments import Segments
+from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, without_autocast
 from kalmix.validation import can_check_values, check_positive_int

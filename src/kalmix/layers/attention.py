@@ -13,10 +13,10 @@ from kalmix.distributed.entry import past_tokens, share_keys
 from kalmix.distributed.ring_attention import attend_ring
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
+from kalmix.layers.base import Mixer, check_state, check_state_tensor
 from kalmix.layers.modules import RMSNorm, apply_rotary
 from kalmix.layers.packed_attention import attend_packed, attend_runs, load_flash_attention
-from kalmix.segments import Segments, of_tokens
+from kalmix.segments import Segments, mask_outside, of_tokens
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
 

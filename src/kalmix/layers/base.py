@@ -396,13 +396,3 @@ def check_state_tensor(
     """
     check_shape(f"state.{name}", tensor, layout, sizes)
     check_dtype_and_device(f"state.{name}", tensor, dtypes, x.device)
-
-
-def mask_outside(x: Tensor, segment_ids: Tensor | None) -> Tensor:
-    """Set tokens that belong to no sequence to 0, even if they contain NaN.
-
-    Args:
-        x: `[B, T, D]`.
-        segment_ids: `[B, T]`, sequence of each token, -1 for none; `None` returns `x`.
-    """
-    return x if segment_ids is None else torch.where((segment_ids >= 0)[..., None], x, 0)

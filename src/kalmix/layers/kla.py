@@ -15,7 +15,7 @@ from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.distributed import ops
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides, gather_channels
-from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.base import Mixer, check_state
 from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import (
     GatedSkip,
@@ -29,7 +29,7 @@ from kalmix.layers.fused import (
 from kalmix.layers.head_sizes import divide_state
 from kalmix.layers.modules import ShortConvolution, linear_variance
 from kalmix.layers.parametrize import CellDynamics, observation_precision
-from kalmix.segments import Segments
+from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
 from kalmix.validation import check_positive_int

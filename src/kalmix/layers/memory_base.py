@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from kalmix.beliefs import detach, loadable, take, to
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
-from kalmix.layers.base import Mixer, check_state, check_state_tensor, mask_outside
+from kalmix.layers.base import Mixer, check_state, check_state_tensor
 from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import ACTIVATIONS, Gate, QueryKeyColumns, UnitNorm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
 from kalmix.layers.modules import RMSNorm, ShortConvolution, linear_variance, low_rank
 from kalmix.layers.parametrize import StepDecay
-from kalmix.segments import Segments
+from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, without_autocast
 from kalmix.validation import FLOATS, check_choice, check_number, check_positive_int

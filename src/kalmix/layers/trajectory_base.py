@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from kalmix.beliefs import HistoryBelief
 from kalmix.distributed.tensor_parallel import ADDED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
-from kalmix.layers.base import Mixer, check_state, mask_outside
+from kalmix.layers.base import Mixer, check_state
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import linear_variance, rotate_pairs, sample_gaussian, to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import ConfidenceGate, PredictionGate
 from kalmix.ops import Dynamics, kappa
-from kalmix.segments import Segments
+from kalmix.segments import Segments, mask_outside
 from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
 from kalmix.validation import FLOATS, check_choice, check_dtype_and_device, check_range, check_shape
 

@@ -8,13 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix.layers.base import mask_outside
 from kalmix.layers.fused.activations import ACTIVATIONS
 from kalmix.layers.fused.derivatives import differentiate, register_gradients
 from kalmix.layers.fused.dispatch import uses_triton
 from kalmix.layers.fused.unit_norm import QueryKeyColumns, UnitNorm
 from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_dispatcher
-from kalmix.segments import Segments, segments_without_checks
+from kalmix.segments import Segments, mask_outside, segments_without_checks
 from kalmix.types import dependent_zero
 
 MAX_TAPS = 4  # of the Triton form
