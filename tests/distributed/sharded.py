@@ -231,6 +231,19 @@ def train_sharded(rank: int, world: int, folder: str, name: str, resume: bool, h
     distributed.destroy_process_group()
 
 
+def replicated_recipe(folder: str) -> Recipe:
+    """Return a recipe whose three held-out sequences two ranks cannot divide equally."""
+    sizes = {"hidden_size": 16, "seq_len": 16, "batch_size": 1, "batch_tokens": 96, "eval_tokens": 48, "steps": 3}
+    return Recipe(text=f"{folder}/text.txt", tokenizer="bytes", layers=("kla",), **sizes)
+
+
+def train_replicated(rank: int, world: int, folder: str) -> None:
+    """Train by `replicated_recipe` with DDP."""
+    join(rank, world, folder)
+    train(replicated_recipe(folder), Path(folder) / "replicated")
+    distributed.destroy_process_group()
+
+
 CHECKS: dict[str, Callable[[Path], None]] = {
     "replicated": check_replicated,  # first, since accelerate's plugin for FSDP sets environment variables
     "accelerate": check_accelerate,

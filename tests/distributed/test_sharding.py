@@ -8,6 +8,7 @@ from torch import multiprocessing
 
 from distributed import sharded
 from kalmix.training.checkpoints import list_checkpoints
+from kalmix.training.run import train
 
 pytestmark = pytest.mark.slow
 
@@ -25,10 +26,24 @@ def test_two_ranks(name: str, failures: Path):
     assert [path.read_text() for path in failures.glob(f"{name}-*")] == []
 
 
+def write_text(folder: Path) -> None:
+    documents = (f"Document {n}: " + "a filter is a recurrence. " * 20 for n in range(9))
+    (folder / "text.txt").write_text("\n\n".join(documents))
+
+
+def test_two_ranks_evaluate_the_held_out_text_of_one_process(tmp_path: Path):
+    write_text(tmp_path)
+    expected = train(sharded.replicated_recipe(str(tmp_path)), tmp_path / "alone").history
+    multiprocessing.spawn(sharded.train_replicated, (2, str(tmp_path)), 2)
+    found = json.loads((tmp_path / "replicated" / "history.json").read_text())
+    losses = [{row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row} for rows in (found, expected)]
+    assert len(losses[1]) == 3
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path):
     """The rows of each step are the same, so the losses are."""
-    documents = (f"Document {n}: " + "a filter is a recurrence. " * 20 for n in range(9))
-    (tmp_path / "text.txt").write_text("\n\n".join(documents))
+    write_text(tmp_path)
 
     def run(world: int, *arguments: object) -> None:
         (tmp_path / "store").unlink(missing_ok=True)

@@ -59,6 +59,11 @@ def test_run_learns_and_saves_a_model(recipe, tmp_path: Path) -> None:
     assert float(result.stdout.split()[-1]) == pytest.approx(ended.model(ids).logits.double().sum().item(), rel=1e-5)
 
 
+def test_held_out_text_of_less_than_a_batch_is_evaluated(recipe, tmp_path: Path) -> None:
+    ended = train(recipe(steps=2, batch_size=4, eval_tokens=3 * 16), tmp_path / "run")
+    assert [row["step"] for row in ended.history if "eval_loss" in row] == [1, 2]
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_training_keeps_no_logits(bf16, recipe, tmp_path: Path, monkeypatch) -> None:
     """Neither do evaluations during training."""

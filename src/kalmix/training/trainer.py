@@ -107,7 +107,11 @@ class KalmixTrainer(SafeTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         if self.data.loader is None:
-            return super().get_eval_dataloader(eval_dataset)
+            self.args.dataloader_drop_last = False  # it is for training; each process evaluates some of the batches
+            try:
+                return super().get_eval_dataloader(eval_dataset)
+            finally:
+                self.args.dataloader_drop_last = True
         return DataLoader(self.data.evaluation, batch_size=None)  # pyright: ignore[reportArgumentType]
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
@@ -206,6 +210,8 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         ArgumentError: parameters are to be sharded, and there is no GPU.
     """
     steps = data.batching.steps
+    # An incomplete batch would be filled up with sequences that then count twice.
+    sequences = len(data.evaluation) if data.loader is None and data.evaluation is not None else None
     fsdp: dict[str, Any] = {}
     if recipe.fsdp:
         if not has_fsdp():
@@ -214,7 +220,7 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=data.batching.rows,
-        per_device_eval_batch_size=recipe.batch_size,
+        per_device_eval_batch_size=recipe.batch_size if sequences is None else min(recipe.batch_size, sequences),
         gradient_accumulation_steps=data.batching.accumulation,
         max_steps=UNLIMITED_STEPS if steps is None else steps,
         max_grad_norm=recipe.clip or 0.0,
