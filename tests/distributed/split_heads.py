@@ -28,6 +28,7 @@ from kalmix.layers import (
     RetNet,
 )
 from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.models.blocks import MLP
 
 REFUSING = {"controlled-afa", "attention-narrow"}  # one head of keys, or heads that are combined
 EVEN = {  # layers of `LAYERS` with a number of heads that two ranks can divide
@@ -107,6 +108,24 @@ def results(layer: Any, x: Tensor) -> list[Tensor]:
     return [y.detach(), x.grad, *([] if variance is None else [variance])]
 
 
+def check_mlps(_: Any) -> None:
+    """Each activation, whose first projections have one or two parts."""
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    x = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for activation in ("swiglu", "relu2"):
+        torch.manual_seed(0)
+        mlp = MLP(8, 12, activation).double()
+        expected = mlp(x)
+        expected.square().sum().backward()
+        whole = gradients(mlp)
+        mlp.zero_grad()
+        shard_heads(mlp, mesh)
+        y = mlp(x)
+        y.square().sum().backward()
+        torch.testing.assert_close(y, expected, msg=activation)
+        torch.testing.assert_close(gradients(mlp), whole, msg=activation)
+
+
 def check_refusals(_: Any) -> None:
     ranks = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -166,4 +185,4 @@ def check_model(folder: Any) -> None:
     assert all(torch.equal(saved[name], after[name]) for name in expected)
 
 
-CHECKS = {"layers": check_layers, "refusals": check_refusals, "model": check_model}
+CHECKS = {"layers": check_layers, "mlps": check_mlps, "refusals": check_refusals, "model": check_model}

@@ -233,7 +233,8 @@ class MLP(nn.Module):
         """Return how ranks divide the parameters: by hidden columns."""
         width = self.out_proj.in_features
         check_divides(self, "hidden columns", width, ranks)
-        return {"in_proj.weight": Split(0, (width, width)), "out_proj.weight": Split(1, (width,))}
+        parts = (width,) * (self.in_proj.out_features // width)
+        return {"in_proj.weight": Split(0, parts), "out_proj.weight": Split(1, (width,))}
 
     def keep_heads(self, ranks: int, rank: int) -> None:
         """Do nothing: no size but those of the weights depends on the number of ranks."""
