@@ -12,7 +12,7 @@ import torch
 from kalmix import ArgumentError
 from kalmix.models import optimizer
 from kalmix.models.optimizer import optimizer_groups
-from kalmix.training import Recipe, recipe_checks
+from kalmix.training import Recipe, recipe_checks, trainer
 from kalmix.training.batching import plan_batches
 from kalmix.training.estimates import estimate, flops_per_token, peak_flops
 from kalmix.training.initial_model import build
@@ -275,3 +275,10 @@ def test_log_has_rates_and_gradient_norms(small, tmp_path: Path) -> None:
 def test_sharded_parameters_need_a_gpu(small, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="`fsdp` is True; expected False on a machine without a GPU"):
         train(small(fsdp=True), tmp_path / "run")
+
+
+def test_sharded_parameters_need_torchrun(small, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(trainer, "has_fsdp", lambda: True)
+    with pytest.raises(ArgumentError, match=r"`fsdp` is True; expected False without torchrun.*nproc-per-node 1"):
+        train(small(fsdp=True), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -46,7 +46,7 @@ from kalmix.training.peers import how_to_resume, watched_peers
 from kalmix.training.recipe import RECIPE_FILE, Recipe
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
-from kalmix.training.trainer import KalmixTrainer, process_state, tensorboard_callbacks, training_arguments
+from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
 from kalmix.validation import check_bool
 
 HISTORY = "history.json"
@@ -155,6 +155,7 @@ def train(
     """
     _check_arguments(recipe, output, resume=resume, callbacks=callbacks)
     state = process_state()
+    check_fsdp(recipe)
     output = Path(broadcast_object_list([str(output)])[0])
     if output.exists() and not output.is_dir():
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")

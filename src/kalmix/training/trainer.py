@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -40,6 +41,19 @@ def process_state() -> PartialState:
 def has_fsdp() -> bool:
     """Return whether accelerate can shard parameters on this machine."""
     return torch.cuda.is_available()
+
+
+def check_fsdp(recipe: Recipe) -> None:
+    """Check that the parameters can be sharded if the recipe asks for it. The process group has been started.
+
+    Raises:
+        ArgumentError: there is no GPU, or torchrun has not started this process.
+    """
+    if recipe.fsdp and not has_fsdp():
+        raise ArgumentError("fsdp", got=True, expected="False on a machine without a GPU")
+    if recipe.fsdp and not dist.is_initialized():
+        hint = "On one GPU, set it to false, or use `torchrun --nproc-per-node 1`"
+        raise ArgumentError("fsdp", got=True, expected="False without torchrun", hint=hint)
 
 
 class KalmixTrainer(SafeTrainer):
@@ -205,17 +219,12 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         recipe: recipe of the run.
         output: folder of the run.
         data: data of the run.
-
-    Raises:
-        ArgumentError: parameters are to be sharded, and there is no GPU.
     """
     steps = data.batching.steps
     # An incomplete batch would be filled up with sequences that then count twice.
     sequences = len(data.evaluation) if data.loader is None and data.evaluation is not None else None
     fsdp: dict[str, Any] = {}
     if recipe.fsdp:
-        if not has_fsdp():
-            raise ArgumentError("fsdp", got=True, expected="False on a machine without a GPU")
         fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
     return TrainingArguments(
         output_dir=str(output / "checkpoints"),
