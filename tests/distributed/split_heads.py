@@ -126,6 +126,29 @@ def check_mlps(_: Any) -> None:
         torch.testing.assert_close(gradients(mlp), whole, msg=activation)
 
 
+def check_samples(folder: Any) -> None:
+    """Samples of a posterior are those of one process, and the channels of two ranks are independent."""
+    ids = torch.randint(17, (2, 10), generator=torch.Generator().manual_seed(1))
+    mesh = init_device_mesh("cpu", (distributed.get_world_size(),))
+    for mixer in ("kla", "bayesian", "afa"):
+        torch.manual_seed(0)
+        options = {"loss": "marginal", "predict": "marginal", "propagate": "sample", "num_attention_heads": 2}
+        model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=[mixer, mixer], **options))
+        model = model.double()
+        found = []
+        for shard in (False, True):
+            if shard:
+                model.zero_grad()
+                shard_heads(model, mesh)
+            torch.manual_seed(2)
+            loss = model.train()(ids, labels=ids).loss
+            loss.backward()
+            with torch.no_grad():
+                found.append((loss.detach(), model.eval()(ids).logits, gradients(model)))
+        for values in zip(*found, strict=True):
+            torch.testing.assert_close(*values, msg=mixer)
+
+
 def check_refusals(_: Any) -> None:
     ranks = distributed.get_world_size()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -185,4 +208,10 @@ def check_model(folder: Any) -> None:
     assert all(torch.equal(saved[name], after[name]) for name in expected)
 
 
-CHECKS = {"layers": check_layers, "mlps": check_mlps, "refusals": check_refusals, "model": check_model}
+CHECKS = {
+    "layers": check_layers,
+    "mlps": check_mlps,
+    "samples": check_samples,
+    "refusals": check_refusals,
+    "model": check_model,
+}

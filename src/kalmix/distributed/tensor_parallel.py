@@ -122,6 +122,22 @@ def gather_channels(x: Tensor, group: Any) -> Tensor:
     return x if group is None else _Gather.apply(x, group)  # pyright: ignore[reportReturnType]
 
 
+def draw_noise(like: Tensor, group: Any) -> Tensor:
+    """Draw standard Gaussian noise with PyTorch's global generator, in the shape of `like` `[..., C]`.
+
+    Each rank draws the noise for the channels of all ranks, and returns that for its own. So ranks with equal
+    generators have independent noise in their channels, the same as one process.
+
+    Args:
+        like: tensor with the channels of this rank.
+        group: ranks that divide the channels; `None` if one process has all.
+    """
+    if group is None:
+        return torch.randn_like(like)
+    rank, ranks = distributed.get_rank(group), distributed.get_world_size(group)
+    return torch.randn_like(like.repeat_interleave(ranks, -1)).chunk(ranks, -1)[rank]
+
+
 def shard_heads(model: nn.Module, mesh: DeviceMesh) -> None:
     """Divide the heads of all layers of a model, and the columns of its MLPs, among the ranks of a mesh, in place.
 

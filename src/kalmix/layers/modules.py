@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kalmix.distributed.entry import entry_inputs
+from kalmix.distributed.tensor_parallel import draw_noise
 from kalmix.layers.base import check_state_tensor
 from kalmix.layers.fused import (
     Norm,
@@ -68,13 +69,14 @@ def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
-def sample_gaussian(mean: Tensor, variance: Tensor) -> Tensor:
+def sample_gaussian(mean: Tensor, variance: Tensor, group: Any = None) -> Tensor:
     """Draw a reparametrised sample of independent Gaussians with PyTorch's global generator.
 
-    Where the variance is 0, the sample is the mean.
+    Where the variance is 0, the sample is the mean. `group` has the ranks that divide the last axis, if any do
+    (`HeadSharding.tensor_parallel`).
     """
     spread = torch.where(variance > 0, variance.clamp(min=torch.finfo(variance.dtype).tiny).sqrt(), 0)
-    return mean + (spread * torch.randn_like(spread)).to(mean.dtype)
+    return mean + (spread * draw_noise(spread, group)).to(mean.dtype)
 
 
 def apply_linear(linear: nn.Module, x: Tensor) -> Tensor:

@@ -323,4 +323,5 @@ class TrajectoryLayer(Mixer):
         assert variance is not None
         noise = self.state_dynamics(variance.dtype).key_noise.repeat_interleave(2 * self.sizes.key_width) / 2
         shape = (count, *mean.shape)
-        return self.project_out(sample_gaussian(mean.expand(shape), (variance + noise).expand(shape)), context)
+        moments = mean.expand(shape), (variance + noise).expand(shape)
+        return self.project_out(sample_gaussian(*moments, self.tensor_parallel), context)

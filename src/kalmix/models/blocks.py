@@ -305,7 +305,8 @@ class Block(nn.Module):
         else:
             variance = self.mixer.has_posterior and (sample or output_belief or output_posterior)
             (mean, var, final_state), context = self.mixer.try_read(mixer_input, state, segments, variance)
-            readout = sample_gaussian(mean, var) if sample and var is not None else mean
+            group = self.mixer.tensor_parallel
+            readout = sample_gaussian(mean, var, group) if sample and var is not None else mean
             belief = self._output_belief(mean, var, final_state, context) if output_belief else None
             posterior = Posterior(x, mean, var, context) if output_posterior and var is not None else None
         if link.defer and type(self).finish is Block.finish:

@@ -245,7 +245,8 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             hidden = self.model.norm(self.model.layers.finish(posterior, readout))[0]
             return self.lm_head(layout.restore(hidden)[:, positions])
 
-        return marginal_log_probs(decode, posterior.mean, posterior.variance, self.config.loss_samples)
+        group = self.model.layers.last_block.mixer.tensor_parallel
+        return marginal_log_probs(decode, posterior.mean, posterior.variance, self.config.loss_samples, group)
 
     def _loss(
         self,
@@ -274,6 +275,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             samples=self.config.loss_samples,
             chunk_size=self.config.loss_chunk_size,
             count=count,
+            group=self.model.layers.last_block.mixer.tensor_parallel,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -112,6 +113,7 @@ def marginal_likelihood(
     samples: int,
     chunk_size: int = 1,
     count: Tensor | int | None = None,
+    group: Any = None,
 ) -> Tensor:
     """Estimate the mean negative log marginal likelihood of targets by Monte Carlo, in nats per target.
 
@@ -127,6 +129,7 @@ def marginal_likelihood(
         samples: S. With S = 1 and zero variance the result equals `cross_entropy`.
         chunk_size: samples decoded together.
         count: as in `cross_entropy`.
+        group: ranks that divide the channels of the read-out, by tensor parallelism; `None` if one process has all.
 
     Returns:
         A scalar, at least float32. Its expectation is an upper bound on the exact value and decreases with S.
@@ -134,7 +137,7 @@ def marginal_likelihood(
 
     def chunk_log_likelihood(size: int, mean: Tensor, variance: Tensor) -> Tensor:
         # Draw each sample by itself, so that `chunk_size` does not change the random numbers.
-        readouts = torch.stack([sample_gaussian(mean, variance) for _ in range(size)])
+        readouts = torch.stack([sample_gaussian(mean, variance, group) for _ in range(size)])
         return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
 
     sizes = [min(chunk_size, samples - start) for start in range(0, samples, chunk_size)]
@@ -142,7 +145,9 @@ def marginal_likelihood(
     return _average(math.log(samples) - torch.logsumexp(torch.stack(chunks), dim=0), targets, count)
 
 
-def marginal_log_probs(decode: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, samples: int) -> Tensor:
+def marginal_log_probs(
+    decode: Callable[[Tensor], Tensor], mean: Tensor, variance: Tensor, samples: int, group: Any = None
+) -> Tensor:
     """Estimate the log-probability of every token by Monte Carlo: the logarithm of the mean over samples.
 
     With the same random numbers, the negative log-probability of a target is its `marginal_likelihood`.
@@ -152,13 +157,14 @@ def marginal_log_probs(decode: Callable[[Tensor], Tensor], mean: Tensor, varianc
         mean: `[B, T, E]`, posterior mean of the read-out.
         variance: `[B, T, E]`, posterior variance of the read-out.
         samples: number of samples, drawn and decoded one after the other.
+        group: as in `marginal_likelihood`.
 
     Returns:
         `[B, T', vocab_size]`, at least float32. Its exponentials sum to 1 over the vocabulary.
     """
     total = None
     for _ in range(samples):
-        logits = decode(sample_gaussian(mean, variance)[None])
+        logits = decode(sample_gaussian(mean, variance, group)[None])
         log_probs = torch.log_softmax(logits.to(belief_dtype(logits.dtype)), dim=-1)
         total = log_probs if total is None else torch.logaddexp(total, log_probs)
     assert total is not None
