@@ -13,6 +13,7 @@ import torch
 from kalmix.evaluation.judge import begin_texts
 from kalmix.evaluation.perplexity import perplexity, read_text
 from kalmix.evaluation.ruler import deciles, needles
+from kalmix.evaluation.suites import units_of
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import read_tokenizer
 from kalmix.training.evaluation import surprisals
@@ -118,6 +119,11 @@ def test_perplexity_is_that_of_windows_without_overlap(run_folder: Path, text_fi
         assert record["scores"]["nats_per_token"] == pytest.approx(float(nats), rel=1e-4)
         assert record["scores"]["perplexity"] == pytest.approx(math.exp(float(nats)), rel=1e-3)
         assert (record["rows"], record["tokens"]) == (72 // length, 72 - 72 // length)
+
+
+def test_a_text_adds_perplexity_to_the_given_tasks():
+    units = units_of("long", ["niah_single_1"], [4096], [512])
+    assert [(unit.column.task, unit.length) for unit in units] == [("niah_single_1", 4096), ("perplexity", 512)]
 
 
 def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file: Path, tmp_path: Path):

@@ -112,9 +112,9 @@ def units_of(
 
     Args:
         suite: name of a suite.
-        tasks: names of its tasks to run. Default: all; perplexity only with `text_lengths`.
+        tasks: names of its tasks to run. Default: all but perplexity.
         lengths: lengths in tokens of the tasks of RULER. Default: 4K to 128K.
-        text_lengths: lengths of perplexity. Default: no text.
+        text_lengths: lengths of perplexity, which is then computed besides the tasks. Default: no text.
 
     Raises:
         ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer or
@@ -133,7 +133,9 @@ def units_of(
         check_positive_int("lengths", length)
     if PERPLEXITY in tasks and text_lengths is None:
         raise ArgumentError("text", problem="is missing", expected="a text to compute the perplexity of")
-    wanted = set(tasks) or {name for name in names if name != PERPLEXITY or text_lengths is not None}
+    wanted = set(tasks) or set(names) - {PERPLEXITY}
+    if text_lengths is not None:
+        wanted.add(PERPLEXITY)
     units: list[Unit] = []
     for column in found.columns:
         of_task = (text_lengths or ()) if column.task == PERPLEXITY else (lengths or RULER_LENGTHS)
