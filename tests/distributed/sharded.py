@@ -124,11 +124,12 @@ def check_accelerate(folder: Path, **plugin: Any) -> None:
 
 
 def check_float32(folder: Path) -> None:
-    """Dynamics act in float32, all other parameters in bfloat16, and gradients are stored in float32."""
+    """Dynamics act in float32, all other parameters in bfloat16. Loss and stored gradients are in float32."""
     accelerator, model = prepare(build(), "bf16")
     dtypes = watch(model)
-    step(accelerator, model)
+    loss = step(accelerator, model)
     check_dtypes(dtypes)
+    assert loss.dtype == torch.float32
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -67,7 +68,8 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
 
     Programs such as accelerate pass one mixed-precision policy to `fully_shard` for all modules. They shard the named
     modules by themselves, since a model lists their classes in `_no_split_modules`. So each has its own policy, which
-    this function replaces. It does nothing to a model that is not sharded, and nothing in a second call.
+    this function replaces. The outputs of the model itself, such as its loss, are not rounded any more. It does nothing
+    to a model that is not sharded, and nothing in a second call.
 
     Args:
         model: model whose `fully_shard` call is done.
@@ -84,10 +86,15 @@ def keep_float32(model: nn.Module, names: Collection[str]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and hasattr(module, "finish"):  # the marginal likelihood calls it
             register_fsdp_forward_method(module, "finish")
+    state: Any
+    if isinstance(model, FSDPModule):
+        state = model._get_fsdp_state()
+        if state._mp_policy.output_dtype in (torch.bfloat16, torch.float16):  # would round the loss to three digits
+            state._mp_policy = replace(state._mp_policy, output_dtype=None)
     for name, module in _named(model, names):
         if isinstance(module, FSDPModule):
             # There is no public way to replace a policy. The tests check these attributes with torch 2.13.
-            state: Any = module._get_fsdp_state()
+            state = module._get_fsdp_state()
             state._mp_policy = state._fsdp_param_group.mp_policy = MixedPrecisionPolicy(cast_forward_inputs=False)
             module.set_reshard_after_forward(False)  # its few numbers stay until the backward pass
         elif not any(isinstance(p, DTensor) for p in module.parameters()):
