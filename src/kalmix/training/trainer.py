@@ -222,7 +222,9 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
     """
     steps = data.batching.steps
     # An incomplete batch would be filled up with sequences that then count twice.
-    sequences = len(data.evaluation) if data.loader is None and data.evaluation is not None else None
+    sequences = None
+    if data.loader is None and data.evaluation is not None:
+        sequences = len(data.evaluation)  # pyright: ignore[reportArgumentType]
     fsdp: dict[str, Any] = {}
     if recipe.fsdp:
         fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
