@@ -221,7 +221,7 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         data: data of the run.
     """
     steps = data.batching.steps
-    # An incomplete batch would be filled up with sequences that then count twice.
+    # With several processes, an incomplete batch is filled up with sequences that then count twice.
     sequences = None
     if data.loader is None and data.evaluation is not None:
         sequences = len(data.evaluation)  # pyright: ignore[reportArgumentType]
