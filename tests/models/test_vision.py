@@ -174,6 +174,7 @@ def run(code: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_timm_is_imported_only_with_vision_models():
     run(
         """

@@ -47,7 +47,7 @@ def test_op_without_draws_uses_its_problems(monkeypatch):
     assert all(outcome.quantities for outcome in outcomes)
 
 
-@pytest.mark.parametrize("cases", [75, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("cases", [40, pytest.param(300, marks=pytest.mark.slow)])
 def test_random_calls_stay_within_budget(cases):
     """Run a fixed number, so that every machine runs the same calls; `python -m kalmix.testing.fuzz` runs more."""
     assert fuzz.fuzz(fuzz.parse(["--cases", str(cases)])) == 0

@@ -170,12 +170,13 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("jobs", "how"),
     [
-        pytest.param(1, signal.SIGKILL, marks=pytest.mark.slow),
+        (1, signal.SIGKILL),
         (2, signal.SIGKILL),
-        pytest.param(2, signal.SIGINT, marks=pytest.mark.slow),
+        (2, signal.SIGINT),
     ],
 )
 def test_killing_a_sweep_loses_nothing_and_repeats_nothing(tmp_path: Path, jobs: int, how: signal.Signals) -> None:
