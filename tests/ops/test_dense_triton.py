@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("triton")
 
 from kalmix.beliefs import DenseBelief
+from kalmix.ops._dense import block_sizes, reference
 from kalmix.ops._dense import custom_op as fused
-from kalmix.ops._dense import reference
 from kalmix.ops._dense.block_sizes import CHUNK, padded_width
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._dense.triton import primitives
@@ -213,8 +213,8 @@ def test_custom_op_passes_opcheck(decay):
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 def test_long_sequences_are_split_in_time(monkeypatch, dtype):
     monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})
-    monkeypatch.setattr(primitives, "MIN_SPLIT_TOKENS", 70)
-    monkeypatch.setattr(primitives, "SPLIT_PROGRAM_COUNTS", range(4, 5))
+    monkeypatch.setattr(block_sizes, "MIN_SPLIT_TOKENS", 70)
+    monkeypatch.setattr(block_sizes, "SPLIT_PROGRAM_COUNTS", range(4, 5))
     inputs = arguments(2, 135, (1, 2), (3, 2), "head", dtype=dtype)
     assert len(primitives.time_splits(inputs["k"], 2, 16, 1, None)) == 2
     check(inputs)
