@@ -95,11 +95,11 @@ def load_task(manager: TaskManager, name: str, data: Path | None) -> Any:
         try:
             return next(iter(manager.load(name)["tasks"].values()))
         except Exception as error:  # of many classes and libraries
-            reason = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
+            cause, reason = error, (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
     where = "from the hub" if data is None else f"from {str(data)!r}"
     expected = "a network, or copies in --data" if data is None else "a copy of the dataset there"
     problem = f"of the task {name!r} cannot be loaded {where}: {reason}"
-    raise ArgumentError("data", problem=problem, expected=expected)
+    raise ArgumentError("data", problem=problem, expected=expected) from cause
 
 
 @contextmanager
