@@ -12,9 +12,11 @@ from kalmix.designs import Covariance, Design, Evidence, Transition
 from kalmix.layers import MIXERS, Attention, Mixer, mixer_class
 from kalmix.layers.trajectory_base import TrajectoryLayer
 from kalmix.ops import Exact
+from layers.conftest import LAYERS
 
 # A float32 layer sums a few dozen terms of about 1 in another order: about a hundred roundings of 6e-8.
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
+TIMED = [name for name, make in LAYERS.items() if isinstance(make(), TrajectoryLayer)]  # their tokens have times
 OURS = [
     name for name, mixer in MIXERS.items() if mixer.__module__.startswith("kalmix.layers.")
 ]  # benchmarks add others
@@ -159,7 +161,8 @@ def test_adapters_act_like_their_merged_weights(layer):
             with torch.no_grad():
                 linear.weight.add_(adapter.up @ adapter.down)
             layer.set_submodule(name, adapter)
-    torch.testing.assert_close(layer.filter(x, variance=True), merged.filter(x, variance=True), atol=1e-3, rtol=1e-3)
+    rounded = {"atol": 1e-4, "rtol": 1e-4}  # the merged weights are rounded to float32: up to 3e-5
+    torch.testing.assert_close(layer.filter(x, variance=True), merged.filter(x, variance=True), **rounded)
 
 
 def test_hooks_see_no_calls_for_a_variance(layer):
@@ -182,10 +185,9 @@ def test_layers_run_on_the_meta_device(layer):
     assert all(weight.grad is not None for weight in layer.parameters())
 
 
+@pytest.mark.parametrize("layer", TIMED, indirect=True)
 def test_times_have_no_gradient(layer):
     """Kernels treat lags as constants in places, so a gradient of times would be only a part of it."""
-    if not isinstance(layer, TrajectoryLayer):
-        pytest.skip("the layer has no times")
     x, times = tokens(layer, 1, 6), torch.arange(6.0)[None]
     state = tree_map(lambda leaf: leaf.detach(), layer(x[:, :3])[1])
     leaves = [leaf.requires_grad_() for leaf in tree_leaves(state) if leaf.is_floating_point()]

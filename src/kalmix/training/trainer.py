@@ -121,11 +121,11 @@ class KalmixTrainer(SafeTrainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         if self.data.loader is None:
-            self.args.dataloader_drop_last = False  # it is for training; each process evaluates some of the batches
+            drop_last, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False  # it is for training
             try:
                 return super().get_eval_dataloader(eval_dataset)
             finally:
-                self.args.dataloader_drop_last = True
+                self.args.dataloader_drop_last = drop_last
         return DataLoader(self.data.evaluation, batch_size=None)  # pyright: ignore[reportArgumentType]
 
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
