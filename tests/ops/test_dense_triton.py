@@ -11,10 +11,11 @@ pytest.importorskip("triton")
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense import block_sizes, reference
 from kalmix.ops._dense import custom_op as fused
-from kalmix.ops._dense.block_sizes import CHUNK, padded_width
+from kalmix.ops._dense.block_sizes import CHUNK
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._dense.triton import primitives
 from kalmix.ops._linear_memory.custom_op import tile_size
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments
 from kalmix.testing.tolerances import DRAWS, budgets, relative_error
 

@@ -14,8 +14,3 @@ PREFETCH = 16  # tokens whose signals are prefetched together
 def may_split_time(batch: int, length: int, heads: int, packed: bool) -> bool:
     """Return whether sequences are long and few enough, but not too few, to be split in time."""
     return not packed and length >= MIN_SPLIT_TOKENS and batch * heads in SPLIT_PROGRAM_COUNTS
-
-
-def padded_width(width: int) -> int:
-    """Return the number of rows of a covariance in scratch memory: a power of two, at least 16."""
-    return max(16, 1 << (int(width) - 1).bit_length())

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import DenseBelief
-from kalmix.ops._dense.block_sizes import CHUNK, may_split_time, padded_width
+from kalmix.ops._dense.block_sizes import CHUNK, may_split_time
 from kalmix.ops._dense.signals import DenseSignals
 from kalmix.ops._linear_memory.custom_op import precompile_key, stored_shapes, tile_size
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments, segments_without_checks
 from kalmix.types import Filtered
 

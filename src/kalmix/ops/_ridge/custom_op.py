@@ -10,10 +10,11 @@ from torch import Tensor
 from kalmix.beliefs import RidgeBelief
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Adaptive, Chebyshev, ConjugateGradient, Ridge, Solver
-from kalmix.ops._ridge.tiles import padded_width, scan_columns, tile_size
+from kalmix.ops._ridge.tiles import scan_columns, tile_size
 from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 

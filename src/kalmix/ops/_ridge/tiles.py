@@ -16,11 +16,6 @@ def tile_size(k: Tensor, rows: Tensor | None) -> int:
     return tokens_per_tile(k.shape[0], k.shape[1], sequences, large)
 
 
-def padded_width(width: int) -> int:
-    """Return the rows of a block that holds all K rows of H: a power of two, at least 16."""
-    return max(16, 1 << (width - 1).bit_length())
-
-
 def scan_columns(sequences: int, heads: int, padded: int) -> int:
     """Return the columns per program of a kernel that steps from tile to tile, for blocks of `padded` rows."""
     columns = min(padded, 64 if padded <= 128 else 32)

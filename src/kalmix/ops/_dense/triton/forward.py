@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE, padded_width
+from kalmix.ops._dense.block_sizes import CHUNK, MAX_PROGRAM_WIDTH, TILE
 from kalmix.ops._dense.cuda import cuda_kernel
 from kalmix.ops._dense.triton import scalar_decay, vector_decay
 from kalmix.ops._dense.triton.primitives import (
@@ -54,6 +54,7 @@ from kalmix.ops._linear_memory.triton.forward import ForwardResults, allocate_re
 from kalmix.ops._linear_memory.triton.forward import forward as filter_means
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, locate_sequence
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments
 
 

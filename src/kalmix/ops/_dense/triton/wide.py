@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._dense.block_sizes import CHUNK, padded_width
+from kalmix.ops._dense.block_sizes import CHUNK
 from kalmix.ops._dense.triton.primitives import UNSPECIALIZED_ARGUMENTS, decay_kind
 from kalmix.ops._dense.triton.row_partition import (
     atomic_work_id,
@@ -37,6 +37,7 @@ from kalmix.ops._dense.triton.row_partition import (
 )
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import contiguous_rows, locate_sequence, tile_sequences
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kalmix.ops._ridge.tiles import padded_width, scan_columns
+from kalmix.ops._ridge.tiles import scan_columns
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.tiles import (
     FIRST_TILE,
@@ -35,6 +35,7 @@ from kalmix.ops._shared.triton.tiles import (
     matmul,
     tile_sequences,
 )
+from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import segments_without_checks
 
 MIN_ENTRY_DECAY = tl.constexpr(1e-26)  # H_0 counts as 0 below this decay
