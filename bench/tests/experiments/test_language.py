@@ -107,6 +107,20 @@ def test_cells_survive_json_and_differ_in_each_setting() -> None:
     assert len(texts) == 6 and json.loads(json.dumps(cell.to_dict())) == cell.to_dict()
 
 
+def test_zero_init_defines_other_cells_and_begins_output_projections_with_zeros() -> None:
+    from kalmix.training import initial_model
+
+    plain = LanguageCell(MAIN, "gated-deltanet", TINY, 1e-3, 0, "c")
+    zero = replace(plain, size=replace(TINY, model=replace(TINY.model, zero_init=True)))
+    assert "zero_init" not in plain.to_dict()["size"]["model"]
+    assert zero.to_dict()["size"]["model"]["zero_init"]
+    for cell, expected in ((plain, False), (zero, True)):
+        recipe = cell.recipe("shards")
+        block = initial_model.build(recipe, recipe.vocab_size, 0).model.layers[0]
+        for part in (block.mixer, block.mlp):
+            assert bool((part.out_proj.weight == 0).all()) is expected
+
+
 def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> None:
     rows = [
         {"language": name, "learning_rate": rate, **({"diverged": "x"} if loss is None else {"loss": loss})}

@@ -41,12 +41,14 @@ class ModelSize:
         depth: blocks of models whose blocks have an MLP. Others get as many blocks as the parameters allow; hybrids of
             such layers get twice the depth.
         vocab_size: rows of the embedding, which the head shares.
+        zero_init: whether output projections of layers and MLPs begin with zeros.
     """
 
     parameters: int
     hidden_size: int
     depth: int
     vocab_size: int
+    zero_init: bool = False
 
 
 @lru_cache

@@ -157,6 +157,9 @@ def _command(
     tokens: Annotated[
         float | None, typer.Option(help="Training tokens of a cell of the stage main. Default: the preset's.")
     ] = None,
+    zero_init: Annotated[
+        bool, typer.Option("--zero-init", help="Let output projections of layers and MLPs begin with zeros.")
+    ] = False,
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
@@ -175,7 +178,7 @@ def _command(
 
     Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
-    choice = _choose(_preset(preset, tokens), layer, stage, rates, seeds)
+    choice = _choose(_preset(preset, tokens, zero_init), layer, stage, rates, seeds)
     console, results = Console(highlight=False), Results(output / "results.jsonl")
     if dry_run:
         _print_plan(choice, shards, results, console, gpu, options.positive("mfu", mfu))
@@ -215,12 +218,15 @@ def _command(
     sweep.exit_unless_finished(len(rows), len(cells) + choice.seeds * len(missing), console)
 
 
-def _preset(name: str, tokens: float | None) -> Preset:
-    """Return a preset, with this number of training tokens in the stage "main"."""
+def _preset(name: str, tokens: float | None, zero_init: bool) -> Preset:
+    """Return a preset, with this number of training tokens in the stage "main" and this initialization in both."""
     found = options.preset(name, PRESETS)
-    if tokens is None:
+    if tokens is not None:
+        found = found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))
+    if not zero_init:
         return found
-    return found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))
+    tune, main = (replace(size, model=replace(size.model, zero_init=True)) for size in (found.tune, found.main))
+    return found._replace(tune=tune, main=main)
 
 
 def _choose(chosen: Preset, layer: list[str] | None, stage: str, rates: str | None, seeds: int) -> _Choice:

@@ -171,11 +171,14 @@ class LanguageCell:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything that defines the cell."""
+        size = asdict(self.size)
+        if not self.size.model.zero_init:  # rows from before this option lack it
+            del size["model"]["zero_init"]
         return {
             "language": self.layer,
             "stage": self.stage,
             "blocks": compress(make_blocks(self.layer, self.size.model)),
-            "size": asdict(self.size),
+            "size": size,
             "optimizer": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"])},
             "learning_rate": self.learning_rate,
             "seed": self.seed,
@@ -189,12 +192,15 @@ class LanguageCell:
             shards: folder of token shards.
         """
         size = self.size
+        model: dict[str, Any] = {"tie_word_embeddings": True}
+        if size.model.zero_init:
+            model["zero_init"] = True
         return Recipe(
             shards=shards,
             layers=make_blocks(self.layer, size.model),
             hidden_size=size.model.hidden_size,
             vocab_size=size.model.vocab_size,
-            model={"tie_word_embeddings": True},
+            model=model,
             seq_len=size.seq_len,
             tokens=size.tokens,
             batch_tokens=size.batch_tokens,

@@ -131,6 +131,7 @@ def _condition(row: Row) -> str:
         f"{size['model']['parameters'] / 1e6:g}M parameters",
         f"{size['tokens'] / 1e6:g}M tokens",
         f"sequences of {size['seq_len']:,}",
+        *(["zeros in output projections at first"] if size["model"].get("zero_init") else []),
         f"corpus {row['corpus'][:8]}",
     )
     return ", ".join(parts)
