@@ -11,6 +11,7 @@ from kalmix.designs import Design
 from kalmix.layers.branches import run_branches
 from kalmix.layers.deltanet import DeltaLayer
 from kalmix.layers.head_sizes import Heads
+from kalmix.layers.modules import low_rank_pair
 from kalmix.layers.parametrize import StepDecay
 
 
@@ -94,3 +95,12 @@ class KDA(DeltaLayer):
         """Compute gain `[B, T, G]` and log-decay `[B, T, G, K]`."""
         gain, log_decay = run_branches(x.device, partial(super().signals, x), partial(self.decay.log_decay, x))
         return gain | {"log_decay": log_decay}
+
+    def signals_and_gate(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+        """Compute `signals` and the gate's input; one product serves the inner factors of both low-rank projections."""
+        merged = None
+        if self.gate_proj is not None and self.decay.takes_projection:
+            merged = low_rank_pair(x, self.decay.proj, self.gate_proj)
+        if merged is None:
+            return super().signals_and_gate(x)
+        return super().signals(x) | {"log_decay": self.decay.log_decay_of(merged[0])}, merged[1]

@@ -224,12 +224,11 @@ class MemoryLayer(Mixer):
         segment_ids = None if segments is None else segments.segment_ids(*x.shape[:2])
         x = mask_outside(x, segment_ids)
         q, k, v, conv_state = self.project(x, conv_state, segments, segment_ids)
-        arguments: dict[str, Any] = self.signals(x)
+        arguments, gate = self.signals_and_gate(x)
         if self.has_posterior:
             arguments["variance"] = variance
         with without_autocast(x.device):
             mean, var, belief = self.op(q, k, v, **arguments, belief=belief, segments=segments, kernel=self.kernel)
-        gate = self._gate_input(x)
         mean, var = mean.flatten(2), None if var is None else var.expand_as(mean).flatten(2)
         return Filtered(mean, var, MemoryState(belief, conv_state)), (gate, mean)
 
@@ -244,6 +243,10 @@ class MemoryLayer(Mixer):
         with without_autocast(x.device):
             mean = self.op(q, k, v, **arguments, belief=pool.belief, slots=slots, kernel=self.kernel).mean.flatten(2)
         return mean, (gate, mean)
+
+    def signals_and_gate(self, x: Tensor) -> tuple[dict[str, Any], Tensor | None]:
+        """Compute `signals` of tokens `[B, T, D]` and the gate's input, whose projections a layer may merge."""
+        return self.signals(x), self._gate_input(x)
 
     def _gate_input(self, x: Tensor) -> Tensor | None:
         """Return the input of the output gate `[B, T, G V]`; `None` without a gate."""

@@ -69,6 +69,30 @@ def low_rank(inputs: int, rank: int, outputs: int, bias: bool) -> nn.Sequential:
     return nn.Sequential(nn.Linear(inputs, rank, bias=False), nn.Linear(rank, outputs, bias=bias))
 
 
+def low_rank_pair(x: Tensor, first: nn.Module, second: nn.Module) -> tuple[Tensor, Tensor] | None:
+    """Return `first(x)` and `second(x)` of two maps of `low_rank`, whose inner factors are one product.
+
+    `x` is then read once instead of twice, and its gradient is one product, too. Return `None` if a map has parts that
+    must be called, such as hooks, an adapter or quantized weights.
+    """
+    inner = [_inner_linear(module) for module in (first, second)]
+    if inner[0] is None or inner[1] is None or inner[0].weight.dtype != inner[1].weight.dtype:
+        return None
+    weights = [linear.weight for linear in inner if linear is not None]
+    # With two axes, the outer products read the columns of their factor in place, and add the bias.
+    rows = F.linear(x.flatten(0, -2), torch.cat(weights)).split([w.shape[0] for w in weights], -1)
+    outputs = [module[1](part) for module, part in zip((first, second), rows, strict=True)]  # pyright: ignore
+    return outputs[0].unflatten(0, x.shape[:-1]), outputs[1].unflatten(0, x.shape[:-1])
+
+
+def _inner_linear(module: nn.Module) -> nn.Linear | None:
+    """Return the first factor of a map of `low_rank`; `None` if it must be called."""
+    if not isinstance(module, nn.Sequential) or not is_plain(module, nn.Sequential) or len(module) != 2:
+        return None
+    linear = module[0]
+    return linear if is_plain_linear(linear) and linear.bias is None else None
+
+
 def sample_gaussian(mean: Tensor, variance: Tensor, group: Any = None) -> Tensor:
     """Draw a reparametrised sample of independent Gaussians with PyTorch's global generator.
 

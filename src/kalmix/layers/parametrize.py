@@ -212,10 +212,17 @@ class StepDecay(nn.Module):
 
     def log_decay(self, x: Tensor) -> Tensor:
         """Return the log-decays of tokens `[B, T, D]`, without steps and angles."""
-        dynamics, is_divisible = self.dynamics, math.prod(self.steps) % math.prod(self.rates) == 0
-        if not (is_divisible and is_plain(self, StepDecay) and is_plain(dynamics, StepDynamics)):
-            return self(x).log_decay
-        return step_decay(self.proj(x), dynamics.step_bias, dynamics.log_rate).unflatten(-1, self.steps)
+        return self.log_decay_of(self.proj(x)) if self.takes_projection else self(x).log_decay
+
+    @property
+    def takes_projection(self) -> bool:
+        """Whether `log_decay_of` may replace a call of the module."""
+        is_divisible = math.prod(self.steps) % math.prod(self.rates) == 0
+        return is_divisible and is_plain(self, StepDecay) and is_plain(self.dynamics, StepDynamics)
+
+    def log_decay_of(self, projected: Tensor) -> Tensor:
+        """Return the log-decays of projected tokens `[B, T, all steps]`."""
+        return step_decay(projected, self.dynamics.step_bias, self.dynamics.log_rate).unflatten(-1, self.steps)
 
     def apply_rates(self, step: Tensor) -> DecayStep:
         """Return decays, steps and angles of steps `[B, T, all steps]`."""
