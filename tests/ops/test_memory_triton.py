@@ -142,9 +142,12 @@ def test_groups_of_keys_with_moderate_and_strong_decays():
         check("delta", inputs)
 
 
-def test_repeated_keys_are_stable():
+@pytest.mark.parametrize("decay", [None, "key"])  # with decays per key, tiles are joined from inverses of subtiles
+def test_repeated_keys_are_stable(decay):
     """If all products of keys are 1, powers of the triangular matrix grow like binomials, its inverse does not."""
-    inputs = arguments("head", None, 1, 70, (1, 1), 3, 4)
+    inputs = arguments("head", decay, 1, 70, (1, 1), 3, 4)
+    if decay is not None:
+        inputs["log_decay"] = torch.zeros_like(inputs["log_decay"])
     inputs["k"] = inputs["k"][:, :1].expand_as(inputs["k"])
     inputs["gain"] = torch.ones_like(inputs["gain"])
     check("delta", inputs)

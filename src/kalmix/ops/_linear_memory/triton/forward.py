@@ -22,7 +22,10 @@ from kalmix.ops._shared.triton.tiles import Tiling, contiguous_rows, dot_precisi
 BLOCK = 64
 # In half precision, and in float32: the fastest options that agreed with float64. With 32 columns, Triton 3.6
 # miscompiles `fold_decays` on Hopper.
-FOLD_OPTIONS = {"BLOCK": 16, "num_warps": 1, "num_stages": 3}, {"BLOCK": 16, "num_warps": 1, "num_stages": 1}
+FOLD_OPTIONS = (
+    {"BLOCK": 16, "num_warps": 1, "num_stages": 3, "maxnreg": 168},  # registers for 12 programs on a multiprocessor
+    {"BLOCK": 16, "num_warps": 1, "num_stages": 1},
+)
 APPLY_BLOCK = 128  # keys of a program, of which each warp has 32
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
@@ -58,8 +61,8 @@ class PreparedSignals(NamedTuple):
         gain, log_decay: contiguous `[B, T, G]` if there is one number per token, otherwise a placeholder.
         from_start, to_end, tile_decay: results of `head_decays` if decays are per head. With decays per key,
             `tile_decay` is `[num_tiles, G, K]`. Without decays, `to_end` is the gain. Otherwise placeholders.
-        scores, corrections: with decays per key, S and N (see `forward_kernels`), `[B, T, G, SIZE]`. N is a placeholder
-            if S was stored.
+        scores, corrections: with decays per key, S and N (see `forward_kernels`), `[B, T, G, SIZE]`. For pairs of
+            tokens in one subtile, the latter has (I + N)^-1 of the subtile. It is a placeholder if S was stored.
         subtiles: with decays per key, q, k and writes with decays folded in by subtile, and the decays of subtiles
             `[subtiles, G, K]`.
         tiling: the tiles.

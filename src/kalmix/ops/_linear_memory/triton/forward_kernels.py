@@ -22,6 +22,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kalmix.ops._linear_memory import scratch
 from kalmix.ops._shared.triton.decay_products import log_decay_from_start, pairwise_decay, pairwise_decay_transposed
 from kalmix.ops._shared.triton.tiles import (
     FIRST_TILE,
@@ -42,6 +43,8 @@ from kalmix.ops._shared.triton.tiles import (
     store_state,
 )
 
+SUBTILE = tl.constexpr(scratch.SUBTILE)
+
 
 @triton.jit
 def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
@@ -53,7 +56,15 @@ def unit_lower_inverse(lower, SIZE: tl.constexpr, PRECISION: tl.constexpr):
     t = tl.arange(0, SIZE)
     xor = t[:, None] ^ t[None, :]
     inverse = tl.where(xor == 0, 1.0, 0.0) - tl.where(xor == 1, lower, 0.0)
-    for level in range(1, num_levels(SIZE)):
+    return join_inverses(inverse, lower, 2, SIZE, PRECISION)
+
+
+@triton.jit
+def join_inverses(inverse, lower, BLOCK: tl.constexpr, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """Compute `unit_lower_inverse`, given the inverses of the diagonal blocks of BLOCK rows, with zeros elsewhere."""
+    t = tl.arange(0, SIZE)
+    xor = t[:, None] ^ t[None, :]
+    for level in range(num_levels(BLOCK), num_levels(SIZE)):
         neighbours = tl.where(xor >> level == 1, lower, 0.0)
         inverse -= matmul(matmul(inverse, neighbours, PRECISION), inverse, PRECISION)
     return inverse
@@ -66,7 +77,10 @@ def solve_errors(
     K: tl.constexpr, V: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr,
     DECAYS: tl.constexpr, GAINS: tl.constexpr, PRECOMPUTED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store (I + N)^-1 of a tile, W (`error_keys`) and U (`initial_errors`)."""
+    """Store (I + N)^-1 of a tile, W (`error_keys`) and U (`initial_errors`).
+
+    If PRECOMPUTED, `corrections` has N for pairs of tokens in different subtiles, and (I + N)^-1 of each subtile.
+    """
     index, head, _block = locate_program(G, 1)
     token, count = locate_tile(tile_table, index, length, tiles, SIZE, PACKED)
     if count == 0:
@@ -77,6 +91,8 @@ def solve_errors(
     k += token * k_token + head // K_GROUP * k_head
     if PRECOMPUTED:
         lower = load_rows(corrections + row * SIZE, G * SIZE, count, t, SIZE, SIZE).to(tl.float32)
+        diagonal = tl.where((t[:, None] ^ t[None, :]) < SUBTILE, lower, 0.0)
+        inverse = join_inverses(diagonal, lower, SUBTILE, SIZE, PRECISION).to(DTYPE)
     else:
         writes += token * w_token + head // W_GROUP * w_head
         lower = tl.zeros([SIZE, SIZE], tl.float32)
@@ -91,7 +107,7 @@ def solve_errors(
         if GAINS:
             lower *= load_per_token(gain + row, count, G, SIZE)[None, :]
         lower = tl.where(t[:, None] > t[None, :], lower, 0.0)
-    inverse = unit_lower_inverse(lower, SIZE, PRECISION).to(DTYPE)
+        inverse = unit_lower_inverse(lower, SIZE, PRECISION).to(DTYPE)
     store_rows(inverses + row * SIZE, G * SIZE, count, t, inverse, SIZE, SIZE)
     for start in range(0, V, BLOCK):
         column = start + tl.arange(0, BLOCK)
