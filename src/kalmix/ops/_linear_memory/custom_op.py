@@ -42,7 +42,8 @@ def filter_memory(
     Training stores a memory every `tile_size` tokens of a sequence (if `no_prior` and packed, none before the first
     token) and, if `corrects`, the prediction errors and an inverse `[tile_size, tile_size]` for each tile. With decays
     per key it also stores the scores, a number per token and position in the tile, and the decays `[K]` of every 16
-    tokens; zeros if tiles have 16 tokens.
+    tokens; zeros if tiles have 16 tokens. For longer tiles it stores queries, write vectors and, if `corrects`, keys
+    with the decays inside 16 tokens.
 
     Args:
         signals: signals of the tokens.
@@ -105,25 +106,26 @@ def stored_shapes(
 
 
 def _decay_shapes(
-    k: Tensor, v: Tensor, log_decay: Tensor | None, rows: Tensor | None, store: bool
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes of stored scores and decays of subtiles; `(0,)` if they are not stored.
+    k: Tensor, v: Tensor, log_decay: Tensor | None, rows: Tensor | None, corrects: bool, store: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Return the shapes of stored scores, decays of subtiles and signals of subtiles; `(0,)` if they are not stored.
 
     Decays are flattened: see `tokens_per_block`.
     """
     (batch, length, heads, _), size = v.shape, tile_size(v, rows)
     if not store or log_decay is None or log_decay.ndim != 4:
-        return (0,), (0,)
+        return (0,), (0,), (0,)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],)
+    signals = (3 if corrects else 2, batch, length, heads, k.shape[3]) if size > SUBTILE else (0,)
+    return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],), signals
 
 
 def _forward_fake(q, k, v, gain, log_decay, prior, rows, corrects, store, no_prior):
     stored = (v.new_empty(shape) for shape in stored_shapes(k, v, rows, corrects, store, no_prior))
-    scores, decays = _decay_shapes(k, v, log_decay, rows, store)
+    scores, decays, signals = _decay_shapes(k, v, log_decay, rows, corrects, store)
     decays = v.new_empty(decays, dtype=torch.float32)
     mean = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays
+    return mean, prior.new_empty(prior.shape), *stored, v.new_empty(scores), decays, v.new_empty(signals)
 
 
 def _tiling(v: Tensor, rows: Tensor | None, placeholder: Tensor) -> Tiling:
@@ -148,7 +150,7 @@ def _forward(
     corrects: bool,
     store: bool,
     no_prior: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     from kalmix.ops._linear_memory.triton.forward import allocate_results, forward
 
     tiling = _tiling(v, rows, q)
@@ -156,7 +158,8 @@ def _forward(
     results = allocate_results(k, v, tiling.num_tiles, tiling.size, corrects, tiling.packed, per_key, no_prior)
     final = forward(q, k, v, gain, log_decay, prior, tiling, corrects, results, no_prior)
     states, errors, inverses = (x if store else v.new_empty(0) for x in results[1:4])
-    return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays
+    signals = v.new_empty(0) if results.subtile_signals is None else results.subtile_signals
+    return results.mean, final, states, errors, inverses, results.scores, results.subtile_decays, signals
 
 
 def _dry_run(*inputs):
@@ -169,7 +172,7 @@ def _dry_run(*inputs):
 
 
 def _backward_fake(*inputs):
-    signals, (k, v), (rows, _, _, _, no_prior) = inputs[:5], inputs[1:3], inputs[10:]
+    signals, (k, v), (rows, _, _, _, no_prior) = inputs[:5], inputs[1:3], inputs[11:]
     sequences = v.shape[0] if rows is None else rows.shape[0]
     prior = (0,) if no_prior else (sequences, v.shape[2], k.shape[3], v.shape[3])
     grads = (v.new_empty(0) if x is None else x.new_empty(x.shape) for x in signals)
@@ -194,6 +197,7 @@ def _backward(
     inverses: Tensor,
     scores: Tensor,
     subtile_decays: Tensor,
+    subtile_signals: Tensor,
     rows: Tensor | None,
     grad_mean: Tensor,
     grad_final: Tensor | None,
@@ -204,7 +208,7 @@ def _backward(
     from kalmix.ops._linear_memory.triton.forward import ForwardResults
 
     # The gradient is in place of the mean, which is not needed.
-    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays)
+    stored = ForwardResults(grad_mean, states, errors, inverses, scores, subtile_decays, subtile_signals)
     tiling, grad_final = _tiling(v, rows, q), _zero_if_unpacked(grad_final, k, v, rows)
     grads = allocate_gradients(q, v, gain, log_decay, tiling.packed)
     arguments = (stored, tiling, grad_mean, grad_final, corrects, grads)

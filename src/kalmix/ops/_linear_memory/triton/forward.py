@@ -11,7 +11,7 @@ from torch import Tensor
 from kalmix.ops._linear_memory.scratch import SUBTILE
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
-from kalmix.ops._linear_memory.triton.vector_decay_tiles import apply_decays, join_subtiles
+from kalmix.ops._linear_memory.triton.vector_decay_tiles import decay_subtiles, join_subtiles
 from kalmix.ops._shared.gpu import shared_memory
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 from kalmix.ops._shared.triton.decay_products import head_decays
@@ -26,7 +26,7 @@ FOLD_OPTIONS = (
     {"BLOCK": 16, "num_warps": 1, "num_stages": 3, "maxnreg": 168},  # registers for 12 programs on a multiprocessor
     {"BLOCK": 16, "num_warps": 1, "num_stages": 1},
 )
-APPLY_BLOCK = 128  # keys of a program, of which each warp has 32
+DECAY_BLOCK = 128  # keys of a program of `decay_subtiles`, of which each warp has 32
 JOIN_OPTIONS = {"BLOCK": 128, "num_warps": 8, "num_stages": 1}, {"BLOCK": 32, "num_warps": 4, "num_stages": 1}
 
 
@@ -41,6 +41,8 @@ class ForwardResults(NamedTuple):
         inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
         scores, subtile_decays: those of `PreparedSignals` and its `subtiles`, with which the backward pass prepares the
             signals faster; empty if they are not stored.
+        subtile_signals: the other `subtiles` of `PreparedSignals`, `[2, B, T, G, K]` (3 with corrections); empty or
+            `None` if they are not stored.
     """
 
     mean: Tensor
@@ -49,6 +51,7 @@ class ForwardResults(NamedTuple):
     inverses: Tensor
     scores: Tensor
     subtile_decays: Tensor
+    subtile_signals: Tensor | None = None
 
 
 class PreparedSignals(NamedTuple):
@@ -103,7 +106,7 @@ def prepare_signals(
 ) -> PreparedSignals:
     """Compute decays inside tiles, and fold decays per key into the signals; the first step of both passes.
 
-    If `results` has room for scores and decays of subtiles, they are written to it or, if `stored`, read from it.
+    If `results` has room for scores and for `subtiles`, they are written to it or, if `stored`, read from it.
     """
     (batch, length, heads, width), keys = v.shape, k.shape[3]
     size = tiling.size
@@ -143,7 +146,8 @@ def prepare_signals(
         tile_decay = torch.empty(tiling.num_tiles, heads, keys, dtype=float32, device=v.device)
         num_subtiles, subtile_decays = size // SUBTILE, tile_decay
         if num_subtiles > 1:
-            folded = [torch.empty_like(x) for x in folded]
+            room = results.subtile_signals if has_room else None
+            folded = [torch.empty_like(x) for x in folded] if room is None else list(room.unbind(0))
             decays_shape = tiling.num_tiles * num_subtiles, heads, keys
             subtile_decays = (
                 results.subtile_decays if has_room else torch.empty(decays_shape, dtype=float32, device=v.device)
@@ -155,12 +159,11 @@ def prepare_signals(
             *strides(*inputs, log_decay_rows), heads, heads // inputs[0].shape[2], heads // inputs[2].shape[2],
         )  # fmt: skip
         if stored:
-            del decay_options["PRECISION"]
-            block = min(max(triton.next_power_of_2(keys), 32), APPLY_BLOCK)
-            Launch(apply_decays, (tiling.num_tiles * num_subtiles, heads, -(-keys // block)), (
-                *inputs, per_token, log_decay_rows, subtile_decays, *subtiles[:3], q, k, writes, tile_decay, *tiles,
-                *strides_and_heads,
-            ), {**decay_options, "BLOCK": block, "num_warps": block // 32}).run()  # fmt: skip
+            del features["PRECISION"]
+            block = min(max(triton.next_power_of_2(keys), 32), DECAY_BLOCK)
+            Launch(decay_subtiles, (tiling.num_tiles * num_subtiles, heads, -(-keys // block)), (
+                *subtiles, q, k, writes, tile_decay, *tiles, heads,
+            ), {**features, "BLOCK": block, "num_warps": block // 32}).run()  # fmt: skip
         else:
             Launch(fold_decays, (tiling.num_tiles * num_subtiles, heads), (
                 *inputs, per_token, log_decay_rows, *subtiles, scores, corrections, *tiles, *strides_and_heads,
@@ -240,8 +243,8 @@ def allocate_results(
 ) -> ForwardResults:
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
-    If `no_prior`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores and
-    decays of subtiles: zeros, which nothing uses, if tiles are subtiles.
+    If `no_prior`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores,
+    decays of subtiles and their signals: zeros, which nothing uses, and no signals if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
@@ -253,7 +256,8 @@ def allocate_results(
     scores = allocate((*shape, size) if per_key else (0,), **like)
     decays_size = tiles * (size // SUBTILE) * v.shape[2] * k.shape[3] if per_key else 0
     decays = allocate(decays_size, dtype=torch.float32, device=v.device)
-    return ForwardResults(mean, states, errors, inverses, scores, decays)
+    signals_shape = (3 if corrects else 2, *shape, k.shape[3]) if per_key and size > SUBTILE else (0,)
+    return ForwardResults(mean, states, errors, inverses, scores, decays, torch.empty(signals_shape, **like))
 
 
 def forward(

@@ -4,8 +4,8 @@ With q~, k~ and w^ of subtiles (`vector_decay`), those of a tile of two or four 
 of the subtiles before or after. Scores of pairs in the subtiles 2 i and 2 i + 1 are products of these; pairs on
 either side of the middle of four subtiles also decay over the subtiles in between. Every factor is at most 1.
 
-If the forward pass has stored S and the decays of subtiles, the backward pass computes q~, k~ and w^ again without
-products of tokens.
+If the forward pass has stored S and the results of subtiles, the backward pass only multiplies those by the decays of
+other subtiles.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kalmix.ops._linear_memory.triton.vector_decay import LOG2_E, SUBTILE, load_edge_decays
-from kalmix.ops._shared.triton.decay_products import MIN_LOG_DECAY
+from kalmix.ops._linear_memory.triton.vector_decay import SUBTILE, load_edge_decays
 from kalmix.ops._shared.triton.tiles import (
     UNSPECIALIZED,
-    load_per_token,
     load_rows,
     locate_tile,
     matmul,
@@ -112,15 +110,13 @@ def join_subtiles(
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
-def apply_decays(
-    q, k, writes, gain, log_decay, subtile_decays, subtile_q, subtile_k, subtile_w, q_in, k_in, w_out, tile_decay,
-    tile_table, length, tiles, q_token, q_head, k_token, k_head, w_token, w_head, d_token, d_head, G, GROUP, W_GROUP,
-    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, GAINS: tl.constexpr,
-    VECTOR: tl.constexpr, CORRECTS: tl.constexpr,
+def decay_subtiles(
+    subtile_q, subtile_k, subtile_w, subtile_decays, q_in, k_in, w_out, tile_decay, tile_table, length, tiles, G,
+    K: tl.constexpr, BLOCK: tl.constexpr, SIZE: tl.constexpr, PACKED: tl.constexpr, CORRECTS: tl.constexpr,
 ):  # fmt: skip
-    """Store q~, k~ and w^ of a subtile and of its tile, for some keys, and the decay of the tile.
+    """Store q~, k~ and w^ of a tile, for one of its subtiles and some keys, and the decay of the tile.
 
-    These are the results of `fold_decays` and `join_subtiles` without S and N, given the decays of subtiles.
+    These are the results of `join_subtiles` without S and N.
     """
     head = tl.program_id(1)
     SUBTILES: tl.constexpr = SIZE // SUBTILE
@@ -129,36 +125,19 @@ def apply_decays(
     count = tl.minimum(tile_count - subtile * SUBTILE, SUBTILE)
     if count <= 0:
         return
-    DTYPE: tl.constexpr = q_in.dtype.element_ty
-    token += subtile * SUBTILE
     key = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-    row = token * G + head
+    at = ((token + subtile * SUBTILE) * G + head) * K
     tile_decays = subtile_decays + (index * SUBTILES * G + head) * K
+    query = load_rows(subtile_q + at, G * K, count, key, K, SUBTILE)
+    write = load_rows(subtile_w + at, G * K, count, key, K, SUBTILE)
+    key_rows = query
+    if CORRECTS:
+        key_rows = load_rows(subtile_k + at, G * K, count, key, K, SUBTILE)
     to_start, to_end = load_edge_decays(tile_decays, G * K, subtile, key, K, SUBTILES)
+    store_rows(q_in + at, G * K, count, key, query * to_start[None, :], K, SUBTILE)
+    if CORRECTS:
+        store_rows(k_in + at, G * K, count, key, key_rows * to_start[None, :], K, SUBTILE)
+    store_rows(w_out + at, G * K, count, key, write * to_end[None, :], K, SUBTILE)
     if subtile == 0:
         total = tl.load(tile_decays + key, mask=key < K, other=0.0) * to_end
         tl.store(tile_decay + (index * G + head) * K + key, total, mask=key < K)
-    log_decay += token * d_token + head * d_head
-    each = load_rows(log_decay, d_token, count, key, K, SUBTILE).to(tl.float32)
-    decay = tl.exp2(tl.cumsum(tl.maximum(each, MIN_LOG_DECAY) * LOG2_E, 0))
-    query = load_rows(q + token * q_token + head // GROUP * q_head, q_token, count, key, K, SUBTILE).to(tl.float32)
-    query = (query * decay).to(DTYPE)
-    store_rows(subtile_q + row * K, G * K, count, key, query, K, SUBTILE)
-    store_rows(q_in + row * K, G * K, count, key, query * to_start[None, :], K, SUBTILE)
-    write = decay
-    if CORRECTS or not VECTOR:
-        write = load_rows(k + token * k_token + head // GROUP * k_head, k_token, count, key, K, SUBTILE).to(tl.float32)
-    if CORRECTS:
-        key_rows = (write * decay).to(DTYPE)
-        store_rows(subtile_k + row * K, G * K, count, key, key_rows, K, SUBTILE)
-        store_rows(k_in + row * K, G * K, count, key, key_rows * to_start[None, :], K, SUBTILE)
-    if VECTOR:
-        writes += token * w_token + head // W_GROUP * w_head
-        write = load_rows(writes, w_token, count, key, K, SUBTILE).to(tl.float32)
-    if GAINS:
-        write *= load_per_token(gain + row, count, G, SUBTILE)[:, None]
-    later = load_rows(log_decay + d_token, d_token, count - 1, key, K, SUBTILE).to(tl.float32)  # of the next tokens
-    decay = tl.exp2(tl.cumsum(tl.maximum(later, MIN_LOG_DECAY) * LOG2_E, 0, reverse=True))
-    write = (write * decay).to(DTYPE)
-    store_rows(subtile_w + row * K, G * K, count, key, write, K, SUBTILE)
-    store_rows(w_out + row * K, G * K, count, key, write * to_end[None, :], K, SUBTILE)
