@@ -119,6 +119,22 @@ def test_kda():
     torch.testing.assert_close(layer(x)[0][0], projected_out(layer, reads, gate), **CLOSE)
 
 
+@pytest.mark.parametrize("name", ["decay", "decay.proj", "decay.proj.0", "decay.proj.1", "gate_proj", "gate_proj.0"])
+def test_kda_calls_projections_with_hooks(name):
+    """Without hooks, one product serves the inner factors of both projections; results are the same."""
+    layer, x = made(KDA(D, heads=2))
+    x.requires_grad_()
+
+    def outputs_and_gradients():
+        y = layer(x)[0]
+        return y, *torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+
+    merged, calls = outputs_and_gradients(), []
+    layer.get_submodule(name).register_forward_hook(lambda *_: calls.append(name))
+    torch.testing.assert_close(outputs_and_gradients(), merged, **CLOSE)
+    assert calls == [name]
+
+
 def test_gla():
     layer, x = made(GLA(D, heads=2, rank=2))
     q, k, v = projected(layer, x)
