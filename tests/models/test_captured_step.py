@@ -93,6 +93,7 @@ HISTORIES = [
     {"mixer": "controlled-afa", "window": 4},
     "afa-transformer",
     {"mixer": "afa-transformer", "window": 3},
+    {"mixer": "attention", "heads": 4, "kv_heads": 2},
 ]
 
 
@@ -107,7 +108,7 @@ def test_histories_are_updated_in_place(options, monkeypatch):
         assert torch.equal(model.generate(**options), expected)
         assert step.captures == 1 and all(layer.rows is not None for layer in step.cache.layers)
     if not options.get("num_beams"):
-        assert len(stored) == 9  # the prompt, by each layer; each `afa-transformer` has two histories
+        assert len(stored) == 10  # the prompt, by each layer; each `afa-transformer` has two histories
 
 
 @torch.no_grad()
@@ -196,8 +197,8 @@ def test_steps_of_a_loop_are_captured():
 
 @torch.no_grad()
 def test_steps_update_buffers_in_place(monkeypatch):
-    """Memory layers and KLA write to the buffers themselves, as steps of their ops do; no state is copied."""
-    model, ids = build(["kla", "gated-deltanet", "mamba2", "attention"]), tokens(2, 9)
+    """Memory layers, KLA and attention write to the buffers themselves, in steps; only other states are copied."""
+    model, ids = build(["kla", "gated-deltanet", "mamba2", "attention", "rt-afa"]), tokens(2, 9)
     expected = model(ids).logits[:, 6:7]
     with capture_decoding(model, Tape) as step:
         cache = StaticCache(config=model.config, max_cache_len=12)
@@ -206,9 +207,9 @@ def test_steps_update_buffers_in_place(monkeypatch):
         copied = []
         monkeypatch.setattr("kalmix.models.static_cache._store", lambda *args: copied.append(type(args[1]).__name__))
         found = model(ids[:, 6:7], past_key_values=cache).logits
-        assert copied == ["AttentionState"] and step.captures == 1
+        assert copied == ["HistoryBelief"] and step.captures == 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-    assert [layer.rows is not None for layer in cache.layers] == [True, True, True, False]
+    assert [layer.rows is not None for layer in cache.layers] == [True, True, True, True, False]
 
 
 @torch.no_grad()

@@ -14,9 +14,11 @@ from kalmix.distributed.ring_attention import attend_ring
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state, check_state_tensor
-from kalmix.layers.modules import RMSNorm, apply_rotary
+from kalmix.layers.fused.attention_step import KeyValuePool, RotaryHeads, attention_step, can_fuse_attention
+from kalmix.layers.modules import RMSNorm, apply_rotary, is_plain
 from kalmix.layers.packed_attention import attend_packed, attend_runs, load_flash_attention
 from kalmix.segments import Segments, mask_outside, of_tokens
+from kalmix.steps import Slots, store_rows
 from kalmix.types import Belief, Filtered, belief_dtype
 from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
 
@@ -214,6 +216,32 @@ class Attention(Mixer):
             output = output[segment_ids.clamp(min=0), within]
         return Filtered(mask_outside(output.flatten(2), segment_ids), None, final), None
 
+    def read_step(self, x: Tensor, pool: AttentionState, slots: Slots) -> tuple[Tensor, None]:
+        """Return the outputs of all heads for one token per row, `[B, 1, heads * width]`; update the pool in place.
+
+        In a full slot the token replaces the oldest one, which it does not attend to.
+        """
+        norms = self.query_norm, self.key_norm
+        projected, weights = self.in_proj(x), (self.query_norm.weight, self.key_norm.weight)
+        fuses = self.implementation == "sdpa" and all(is_plain(norm, RMSNorm) for norm in norms)
+        if fuses and can_fuse_attention(projected, weights, KeyValuePool(*pool)):
+            epsilons = (norm.constants.eps for norm in norms)
+            heads = RotaryHeads(self.heads, self.kv_heads, self.width, self.rotary_base, *epsilons)
+            return attention_step(projected, weights, KeyValuePool(*pool), slots, heads), None
+        state = pool.take(slots.read.clamp(min=0))
+        position = state.positions.amax(1, keepdim=True) + 1
+        index = position % state.positions.shape[1]
+        q, k, v = self._split(projected)
+        q, k = apply_rotary(self.query_norm(q), self.key_norm(k), position, self.rotary_base)
+        row = torch.arange(len(index), device=index.device)[:, None]
+        for buffer, y in zip(state, (k, v, position), strict=True):
+            buffer[row, index] = y.to(buffer.dtype)
+        occupied = state.positions >= 0
+        keys, values = (torch.where(occupied[..., None, None], y, 0) for y in state[:2])  # 0 times NaN is NaN
+        output = self._attend(q, keys, values, occupied[:, None])
+        store_rows(pool, slots, state)
+        return torch.where((slots.read >= 0)[:, None, None], output.flatten(2), 0), None
+
     def _continue(self, q: Tensor, new: AttentionState, previous: AttentionState) -> tuple[Tensor, AttentionState]:
         """Append new tokens, one row per sequence, to a state and attend to all its tokens."""
         keys = torch.cat([previous.keys.to(new.keys.dtype), new.keys], dim=1)
@@ -249,7 +277,11 @@ class Attention(Mixer):
         return self.out_proj(readout)
 
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = self.in_proj(x).unflatten(-1, (-1, self.width))
+        return self._split(self.in_proj(x))
+
+    def _split(self, projected: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values, `[B, T, heads, width]` each."""
+        x = projected.unflatten(-1, (-1, self.width))
         q, k, v = x.split([self.heads, self.kv_heads, self.kv_heads], dim=2)
         return q, k, v
 

@@ -17,7 +17,7 @@ from kalmix.validation import can_check_values, check_positive_int
 class SteppedLayer(HeadSharding):
     """Base class of `Mixer` that adds steps: decoding over a pool of states, as `kalmix.steps` describes it.
 
-    A layer whose op has a step overrides `read_step`, which works in place. Other layers filter copies of the states.
+    A layer that can step in place overrides `read_step`. Other layers filter copies of the states.
     """
 
     @property
@@ -67,7 +67,7 @@ class SteppedLayer(HeadSharding):
         The output of a row is that of `layer(x, state)` with the state in the slot that the row reads; the new state is
         stored in the slot that it writes. `kalmix.steps` describes slots and what a step does not check. Layers whose
         op has a step update their slots in place: the memory layers, `KLA`, `AdaptiveFilterAttention`,
-        `ControlledFilter` and `AFATransformerBlock`. The others filter copies of the states.
+        `ControlledFilter` and `AFATransformerBlock`; so does `Attention`. The others filter copies of the states.
 
         A slot is full when it stores as many tokens as it has room for, and the layer has no window, or a longer one.
         Where values are checked (see `kalmix.checks`), a step that reads such a slot raises an error. Elsewhere the
