@@ -177,13 +177,23 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         with without_autocast(x.device):
             parameters, value_dynamics, state_dynamics = self._attend_parameters(v)
             filtered = self._attend(q, k, v, value_dynamics, self.confidence is not None, pool, parameters, slots=slots)
-            is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction
-            if is_plain and can_fuse_step(v, (self.residual, *state_dynamics)):
-                predicts = None if self.predict is None else state_dynamics
-                mean = predict_step(filtered.mean, v, self.residual, predicts)
-            else:
+            mean = self.predict_fused(filtered.mean, v, state_dynamics)
+            if mean is None:
                 mean, _ = self.predict_state(*self.mix_residual(filtered, v), v, None, state_dynamics)
         return mean.flatten(2), None
+
+    def predict_fused(self, estimate: Tensor, v: Tensor, dynamics: Dynamics) -> Tensor | None:
+        """Return the result of `mix_residual` and `predict_state` in a step; `None` if kernels do not support it.
+
+        Args:
+            estimate: estimates of the states, `[B, 1, H, 2 C]`.
+            v: the tokens' own values in that shape.
+            dynamics: dynamics of the states.
+        """
+        is_plain = self.confidence is None and self.predict != "gate" and not self.overrides_prediction
+        if not is_plain or not can_fuse_step(v, (self.residual, *dynamics)):
+            return None
+        return predict_step(estimate, v, self.residual, None if self.predict is None else dynamics)
 
     @property
     def overrides_prediction(self) -> bool:

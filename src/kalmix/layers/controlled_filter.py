@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from kalmix.distributed.tensor_parallel import Plan
 from kalmix.layers.afa import AdaptiveFilterAttention
 from kalmix.layers.base import Mixer
-from kalmix.layers.modules import apply_linear
+from kalmix.layers.fused.trajectory_step import predict_step
+from kalmix.layers.fused.waypoint_step import WaypointMap, can_fuse_control, steer_step
+from kalmix.layers.modules import apply_linear, is_plain, is_plain_linear
 from kalmix.layers.parametrize import positive
 from kalmix.ops import Dynamics, kappa
 from kalmix.validation import check_positive_int
@@ -193,3 +195,16 @@ class ControlledFilter(AdaptiveFilterAttention):
         duration = estimate.new_ones(()) if horizon is None else horizon.to(estimate.dtype)
         steered = self.waypoint_control(predicted.to(estimate.dtype), -dynamics.log_decay, duration)
         return steered.to(v.dtype), state_variance
+
+    def predict_fused(self, estimate: Tensor, v: Tensor, dynamics: Dynamics) -> Tensor | None:
+        """Predict the states of a step and steer them, in two kernels; see the base class."""
+        control = self.waypoint_control
+        down, up = control.down_proj, control.up_proj
+        own, plain = type(self), ControlledFilter
+        inherits = own.predict_state is plain.predict_state and own.mix_residual is plain.mix_residual
+        if not inherits or not is_plain(control, WaypointControl) or not all(map(is_plain_linear, (down, up))):
+            return None
+        waypoints = WaypointMap(down.weight, up.weight, control.log_waypoint_weight)
+        if not can_fuse_control(v, waypoints, (self.residual, *dynamics)):
+            return None
+        return steer_step(predict_step(estimate, v, self.residual, dynamics), waypoints, dynamics.log_decay)

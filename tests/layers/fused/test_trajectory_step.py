@@ -9,7 +9,8 @@ import torch
 from forms import DEVICE, form
 
 from kalmix import steps
-from kalmix.layers import AdaptiveFilterAttention, ControlledFilter
+from kalmix.layers import AdaptiveFilterAttention, ControlledFilter, controlled_filter
+from kalmix.layers.fused import waypoint_step
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights, attend_parameters
 
@@ -107,15 +108,38 @@ def test_both_forms_of_a_layer_step_agree(options):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_both_forms_of_a_step_apply_the_control():
+@pytest.mark.parametrize("rank", [1, 3, 8])
+@pytest.mark.parametrize("log_rate", [-20.0, -2.5, -1.9, 2.0])
+def test_both_forms_of_a_step_apply_the_control(rank, log_rate):
+    """Rates are tiny, on both sides of the end of a series, and large."""
     torch.manual_seed(0)
-    layer, row = ControlledFilter(12, heads=2, head_dim=3).to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
-    x, results = torch.randn(1, 1, 12, device=DEVICE), []
+    layer = ControlledFilter(12, heads=2, head_dim=3, rank=rank).to(DEVICE)
+    layer.waypoint_control.log_waypoint_weight.add_(torch.randn(2, 3, device=DEVICE))
+    layer.dynamics.log_rate.fill_(log_rate)
+    slots = torch.tensor([1, -1, 0], device=DEVICE)
+    x, results = torch.randn(3, 2, 12, device=DEVICE), []
     for name in ("eager", "triton"):
         with form(name):
-            results.append(layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row)))
+            pool = layer.state_pool(2, tokens=2)
+            results.append(torch.cat([layer.step(x[:, [i]], pool, steps.Slots(slots, slots)) for i in range(2)], 1))
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(results[0], layer(x)[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(results[0][[0, 2]], layer(x[[0, 2]])[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("change", ["none", "hook", "size"])
+def test_the_control_is_one_kernel_unless_modules_changed(change, monkeypatch):
+    calls, run = [], controlled_filter.steer_step
+    monkeypatch.setattr(controlled_filter, "steer_step", lambda *given: calls.append(1) or run(*given))
+    layer, row = ControlledFilter(12, heads=2, head_dim=3).to(DEVICE), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    if change == "hook":
+        layer.waypoint_control.up_proj.register_forward_hook(lambda module, given, y: 2 * y)
+    if change == "size":
+        monkeypatch.setattr(waypoint_step, "MAX_TILE", 64)
+    x = torch.randn(1, 1, 12, device=DEVICE)
+    with form("triton"):
+        y = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
+    torch.testing.assert_close(y, layer(x)[0], rtol=1e-5, atol=1e-6)
+    assert len(calls) == (change == "none")
 
 
 class OwnValues(AdaptiveFilterAttention):
