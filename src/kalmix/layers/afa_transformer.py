@@ -17,6 +17,7 @@ from kalmix.distributed import ops
 from kalmix.distributed.tensor_parallel import WHOLE, Plan
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state
+from kalmix.layers.fused.polar_step import can_fuse_polar, join_step, split_step
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.modules import to_state_dtype
 from kalmix.layers.parametrize import StateDynamics
@@ -202,8 +203,13 @@ class AFATransformerBlock(Mixer):
         self, x: Tensor, previous: AFATransformerState | None, **options: Any
     ) -> tuple[Tensor, AFATransformerState]:
         """Return the read-out of tokens `[B, T, D]` and the new state; `options` are arguments of the op."""
-        parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in self.in_proj(x).chunk(3, -1)]
+        projected = self.in_proj(x)
         options |= {"window": self.window, "kernel": self.kernel}
+        if previous is not None and "slots" in options:
+            with without_autocast(x.device):
+                if can_fuse_polar(projected, (self.input_scale, self.output_scale)):
+                    return self._attend_fused(projected, previous, options)
+        parts = [part.unflatten(-1, (self.sizes.heads, -1)) for part in projected.chunk(3, -1)]
         with without_autocast(x.device):
             lengths = [_length(part) for part in parts]
             units = [_scale(part, length, self.input_scale) for part, length in zip(parts, lengths, strict=True)]
@@ -215,6 +221,16 @@ class AFATransformerBlock(Mixer):
                 sum_of_directions, _length(sum_of_directions), self.output_scale
             )
         return z.flatten(2).to(parts[0].dtype), AFATransformerState(magnitude.belief, direction.belief)
+
+    def _attend_fused(
+        self, projected: Tensor, pool: AFATransformerState, options: dict[str, Any]
+    ) -> tuple[Tensor, AFATransformerState]:
+        """Return the read-out of a step from projected tokens; kernels split them before the filters and join after."""
+        lengths, units = (y.chunk(3, 2) for y in split_step(projected, self.input_scale, EPS))
+        magnitude = self.magnitude(lengths, belief=pool.magnitude, **options)
+        direction = self.direction(units, belief=pool.direction, **options)
+        z = join_step(magnitude.mean, direction.mean, units[2], self.output_scale, EPS)
+        return z, AFATransformerState(magnitude.belief, direction.belief)
 
     def state_size(self, length: int) -> int:
         """Return the number of elements of keys, values and times of magnitudes and directions."""

@@ -278,10 +278,14 @@ class StateDynamics(nn.Module):
                 self.frequency.copy_(self.rotary_base ** (-torch.arange(pairs) / pairs))
 
     def raw(self) -> RawDynamics | None:
-        """Return the learned parameters; `None` if no channel rotates or a head has several noises of one kind."""
-        if self.frequency is None or self.key_noise.ndim > 1:
+        """Return the learned parameters, with frequencies 0 if no channel rotates.
+
+        `None` if a head has several noises of one kind.
+        """
+        if self.key_noise.ndim > 1:
             return None
-        return RawDynamics(self.log_rate, self.log_step, *self._raw_noises(), self.frequency)
+        frequency = self.log_rate.new_zeros(len(self.log_rate), 1) if self.frequency is None else self.frequency
+        return RawDynamics(self.log_rate, self.log_step, *self._raw_noises(), frequency)
 
     def forward(self, dtype: torch.dtype) -> Dynamics:
         """Return the dynamics of all heads, in the dtype of beliefs."""

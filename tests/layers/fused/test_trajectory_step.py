@@ -9,7 +9,13 @@ import torch
 from forms import DEVICE, form
 
 from kalmix import steps
-from kalmix.layers import AdaptiveFilterAttention, ControlledFilter, controlled_filter
+from kalmix.layers import (
+    AdaptiveFilterAttention,
+    AFATransformerBlock,
+    ControlledFilter,
+    afa_transformer,
+    controlled_filter,
+)
 from kalmix.layers.fused import waypoint_step
 from kalmix.layers.parametrize import StateDynamics
 from kalmix.layers.robust_weights import RobustWeights, attend_parameters
@@ -33,9 +39,11 @@ def spread(module):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("channels", "floor"), [(5, True), (1, False), (4, None)])
-def test_parameters_of_both_forms_agree_with_float64(channels, floor, dtype):
-    dynamics = spread(StateDynamics(7, channels, 10.0)).to(dtype)
+@pytest.mark.parametrize(
+    ("channels", "floor", "base"), [(5, True, 10.0), (1, False, 10.0), (4, None, 10.0), (2, True, None)]
+)
+def test_parameters_of_both_forms_agree_with_float64(channels, floor, base, dtype):
+    dynamics = spread(StateDynamics(7, channels, base)).to(dtype)
     weights = None if floor is None else spread(RobustWeights(7, nu=2.0, floor=floor)).to(dtype)
     x = torch.ones(2, 1, 3, device=DEVICE, dtype=dtype)
     wide = [None if module is None else copy.deepcopy(module).double() for module in (dynamics, weights)]
@@ -52,12 +60,13 @@ def test_parameters_of_both_forms_agree_with_float64(channels, floor, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("channels", "floor", "given"), [(5, True, None), (1, False, None), (4, None, None), (4, True, 0)]
+    ("channels", "floor", "base", "given"),
+    [(5, True, 10.0, None), (1, False, 10.0, None), (4, None, 10.0, None), (4, True, 10.0, 0), (1, True, None, None)],
 )
-def test_gradients_of_parameters_agree_with_float64(channels, floor, given, dtype):
+def test_gradients_of_parameters_agree_with_float64(channels, floor, base, given, dtype):
     """With `given`, only that output has a gradient."""
     torch.manual_seed(0)
-    dynamics = StateDynamics(7, channels, 10.0).to(DEVICE, dtype)
+    dynamics = StateDynamics(7, channels, base).to(DEVICE, dtype)
     weights = None if floor is None else RobustWeights(7, nu=2.0, floor=floor).to(DEVICE, dtype)
     for module in (dynamics, weights):
         for parameter in [] if module is None else module.parameters():
@@ -140,6 +149,32 @@ def test_the_control_is_one_kernel_unless_modules_changed(change, monkeypatch):
         y = layer.step(x, layer.state_pool(1, tokens=2), steps.Slots(row, row))
     torch.testing.assert_close(y, layer(x)[0], rtol=1e-5, atol=1e-6)
     assert len(calls) == (change == "none")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_both_forms_of_a_step_split_magnitudes_and_directions(dtype, monkeypatch):
+    """A head of zeros has no direction; one row is padding. The kernels agree with the ordinary call in float64."""
+    torch.manual_seed(0)
+    calls, run = [], afa_transformer.join_step
+    monkeypatch.setattr(afa_transformer, "join_step", lambda *given: calls.append(1) or run(*given))
+    layer = AFATransformerBlock(12, heads=3, head_dim=3).to(DEVICE)
+    for parameter in layer.parameters():
+        parameter.add_(0.3 * torch.randn_like(parameter))
+    layer = layer.to(dtype)
+    x, slots = torch.randn(3, 4, 12, device=DEVICE).to(dtype), torch.tensor([2, -1, 0], device=DEVICE)
+    x[0, 1] = 0
+    exact = copy.deepcopy(layer).double()
+    exact.in_proj.bias.zero_()
+    layer.in_proj.bias.zero_()
+    expected = exact(x.double())[0][[0, 2]]
+    for name in ("eager", "triton"):
+        pool = layer.state_pool(3, tokens=4)
+        with form(name):
+            y = torch.cat([layer.step(x[:, [i]], pool, steps.Slots(slots, slots)) for i in range(4)], 1)
+        assert not y[1].any()
+        bound = 2e-5 if dtype == torch.float32 else 0.06
+        torch.testing.assert_close(y[[0, 2]].double(), expected, rtol=bound, atol=bound)
+    assert len(calls) == 4
 
 
 class OwnValues(AdaptiveFilterAttention):
