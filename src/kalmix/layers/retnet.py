@@ -13,6 +13,7 @@ from kalmix.distributed import ops
 from kalmix.distributed.entry import past_tokens
 from kalmix.errors import ArgumentError
 from kalmix.layers.base import check_state_tensor
+from kalmix.layers.fused.rotary_step import can_fuse_rotary, rotary_step
 from kalmix.layers.head_sizes import Heads
 from kalmix.layers.memory_base import MemoryLayer
 from kalmix.layers.modules import apply_rotary
@@ -111,6 +112,8 @@ class RetNet(MemoryLayer):
         """Compute rotated q and k, and v; the state is the number of past tokens, int64 `[N]`."""
         q, k, v, _ = super().project(x, None, segments, segment_ids)
         if slots is not None and conv_state is not None:
+            if can_fuse_rotary(q, k):
+                return *rotary_step(q, k, conv_state, slots, self.rotary_base), v, conv_state
             past = conv_state[slots.read.clamp(min=0)]
             store_rows((conv_state,), slots, (past + 1,))
             q, k = apply_rotary(q, k, past[:, None], self.rotary_base)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.layers.fused.triton.rotary_step import rotation
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 if TYPE_CHECKING:
@@ -27,7 +28,6 @@ LEAST = 64  # tokens of a part at least, if the history is full
 TILE = 4096  # elements of a tile of keys or values of the first kernel, for all query heads that share them
 ELEMENTS_PER_WARP = 1024  # elements of a tile for each warp
 SUMS = tl.constexpr(2)  # numbers of a part's result before its sums of values
-TURN = tl.constexpr(6.283185307179586)
 
 
 @triton.jit
@@ -53,20 +53,11 @@ def rotated_heads(
 ):  # fmt: skip
     """Load heads next to each other, and return their RMS norms rotated by a position, float32 `[REPEAT, WIDTH]`.
 
-    Columns j and j + W / 2 rotate by `ROOT`^j radians per position. `HEADS` of the rows are heads.
+    `HEADS` of the rows are heads.
     """
     head, column = tl.arange(0, REPEAT), tl.arange(0, WIDTH)
-    half: tl.constexpr = W // 2
-    pair, other = column % half, (column + half) % W
-    turn, power = tl.full([WIDTH], 1.0, tl.float64), tl.full([WIDTH], ROOT, tl.float64)
-    for bit in tl.static_range(16):
-        if half > (1 << bit):
-            turn = tl.where(((pair >> bit) & 1) != 0, turn * power, turn)
-            power = power * power
-    angle = turn * position.to(tl.float64)
-    angle = (angle - TURN * tl.floor(angle / TURN + 0.5)).to(tl.float32)
-    cos, sin = tl.cos(angle), tl.sin(angle)
-    sin = tl.where(column < half, -sin, sin)
+    other = (column + W // 2) % W
+    cos, sin = rotation(position, W, ROOT, WIDTH)
     inside = ((head < HEADS)[:, None] & (column < W)[None, :]) & active
     at = x + head[:, None] * W
     own = tl.load(at + column[None, :], mask=inside, other=0.0).to(tl.float32)
