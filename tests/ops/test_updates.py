@@ -195,6 +195,20 @@ def test_half_precision_and_autocast_do_not_round_updates(name):
 
 
 @pytest.mark.parametrize("name", ["additive-keys", "delta", "dense", "diagonal", "ridge"])
+def test_updates_and_beliefs_of_two_dtypes_give_float64(name):
+    case = case_of(name)
+    inputs = case.inputs()
+    wide, prior = compute(case, signals_of(case, inputs)), prior_of(case, inputs)
+    narrow, short = wide.to(torch.float32), prior.to(torch.float32)
+    expected, both = wide.apply(prior), wide.then(wide)
+    for got in (narrow.then(wide), wide.then(narrow)):
+        assert_close(got, both, 1e-5)
+    for got in (narrow.apply(prior), wide.apply(short)):
+        assert_close(got, expected, 1e-5)
+    assert_close(narrow.apply(short), expected.to(torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("name", ["additive-keys", "delta", "dense", "diagonal", "ridge"])
 def test_gradients_pulled_back_are_those_of_apply(name):
     case = case_of(name)
     inputs = case.inputs()

@@ -60,13 +60,15 @@ class DeltaUpdate(NamedTuple):
 
     def then(self, other: DeltaUpdate) -> DeltaUpdate:
         """Return the update by the tokens of this update and then those of `other`."""
-        product = multiply(other.transition, torch.cat(self, -1)).to(self.mean.dtype)
+        dtype = torch.promote_types(self.mean.dtype, other.mean.dtype)
+        product = multiply(other.transition, torch.cat(self, -1)).to(dtype)
         transition, mean = product.split([self.mean.shape[2], self.mean.shape[3]], -1)
         return DeltaUpdate(transition, mean + other.mean)
 
     def apply(self, belief: PointBelief) -> PointBelief:
         """Return the belief after the tokens, given the one before them."""
-        return PointBelief(multiply(self.transition, belief.mean).to(self.mean.dtype) + self.mean)
+        dtype = torch.promote_types(self.mean.dtype, belief.mean.dtype)
+        return PointBelief(multiply(self.transition, belief.mean).to(dtype) + self.mean)
 
     def pull_back(self, belief: PointBelief | None, grad: Tensor) -> tuple[Tensor]:
         """Return the gradient of the memory before the tokens, given that of the memory after them."""

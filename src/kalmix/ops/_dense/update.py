@@ -77,7 +77,7 @@ class DenseUpdate(NamedTuple):
 
     def then(self, other: DenseUpdate) -> DenseUpdate:
         """Return the update by the tokens of this update and then those of `other`."""
-        dtype, width = self.mean.dtype, self.mean.shape[2]
+        dtype, width = torch.promote_types(self.mean.dtype, other.mean.dtype), self.mean.shape[2]
         transition, covariance, information, mean, information_mean = (x.double() for x in self)
         next_transition, next_covariance, next_information, next_mean, next_information_mean = (
             x.double() for x in other
@@ -96,10 +96,13 @@ class DenseUpdate(NamedTuple):
 
     def apply(self, belief: DenseBelief) -> DenseBelief:
         """Return the belief after the tokens, given the one before them."""
-        dtype, width = self.mean.dtype, self.mean.shape[2]
-        mean, covariance = (x.double() for x in belief)
-        known = torch.cat([covariance, mean + covariance @ self.information_mean], -1)
-        mapped = multiply(self.transition, _condition(covariance, self.information, known))
+        dtype, width = torch.promote_types(self.mean.dtype, belief.mean.dtype), self.mean.shape[2]
+        mean, covariance, information, information_mean = (
+            x.double()
+            for x in (*belief, self.information, self.information_mean)  # `to` may have rounded these two
+        )
+        known = torch.cat([covariance, mean + covariance @ information_mean], -1)
+        mapped = multiply(self.transition, _condition(covariance, information, known))
         covariance = symmetrize(multiply(mapped[..., :width], self.transition.mT) + self.covariance)
         return DenseBelief((mapped[..., width:] + self.mean).to(dtype), covariance.to(dtype))
 
