@@ -133,6 +133,25 @@ def test_shared_slots_of_other_sequences_stay_masked(op: Op) -> None:
     assert torch.equal(found[0][:, :5], found[1][:, :5]) and found[0][:, 5:].isnan().all()
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("entries", [1, 10**6], ids=["many tiles", "one tile"])
+def test_products_with_an_upstream_gradient_that_overflow_change_no_other_sequence(
+    options: dict[str, Any], entries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and upstream gradients are finite."""
+    monkeypatch.setattr(tiles, "QUERY_TILE", 4 if entries == 1 else 64)
+    monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", entries)
+    found = []
+    for fill in (1e308, 1.0):
+        given = with_gradients(signals(groups=1))
+        outputs = mean_var(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options))
+        weights = [_spoil(torch.ones_like(y), fill, SPOILED) for y in outputs]
+        found.append(torch.autograd.grad(outputs, [given[name] for name in "qkv"], weights))
+    for got, want in zip(*found, strict=True):
+        for row, start, stop in (RUNS[0], RUNS[2], RUNS[3]):
+            assert torch.equal(got[row, start:stop], want[row, start:stop])
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nonfinite_upstream_gradient_changes_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are finite. The gradient of frequencies, which all sequences share, is NaN."""

@@ -234,11 +234,13 @@ class InputGradients(NamedTuple):
                 decayed_weight = (log_weight + scores.log_value_decay).exp()
                 grad_outputs = upstream.output[:, :, queries]
                 self.v[:, :, keys] += decayed_weight.mT @ grad_outputs
-                grad_log_value_decay = decayed_weight * (grad_outputs @ value.mT)
                 weight = log_weight.exp()
-                grad_score = grad_log_value_decay - weight * upstream.delta[:, :, queries]
+                # Set masked pairs to 0 after each product that may overflow: there 0 times infinity is NaN.
+                grad_log_value_decay = (decayed_weight * (grad_outputs @ value.mT)).masked_fill(masked, 0)
+                grad_score = grad_log_value_decay - (weight * upstream.delta[:, :, queries]).masked_fill(masked, 0)
                 if correction is not None and len(tiles) == 1:
                     grad_score = torch.addcmul(grad_score, weight, grad_score.sum(-1, keepdim=True), value=-1)
+                    grad_score = grad_score.masked_fill(masked, 0)
                 elif correction is not None:
                     multiple_tiles = True
                     correction.add(queries, keys, grad_score, log_weight)
