@@ -67,6 +67,15 @@ def test_op_rejects_derivatives_that_it_lacks():
         torch.func.jvp(lambda y: op([y], [])[0], (torch.ones(2),), (torch.ones(2),))
 
 
+def test_backward_pass_of_an_op_leaves_autocast():
+    op = recomputed_op("kalmix_test::square", lambda tensors, _: [x @ x for x in tensors], double_fake, "square")
+    x = torch.rand(4, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    expected, got = op([x], [])[0].sum(), op([x], [])[0].sum()
+    (want,) = torch.autograd.grad(expected, x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(torch.autograd.grad(got, x)[0], want)
+
+
 def test_op_is_registered_once_from_functions():
     recomputed_op("kalmix_test::once", double, double_fake, "double")
     for name, given in {

@@ -17,6 +17,8 @@ from kalmix.ops import OPS, Dynamics, attend, attend_radial, dense
 from kalmix.ops._ridge.solvers import Chebyshev
 from kalmix.ops._shared.kernel import TRANSFORMS
 from kalmix.ops.experimental import attend_channels, attend_corotating
+from kalmix.testing.cases import cases, outputs
+from kalmix.testing.measure import differentiable
 
 PAGE = Path(__file__).parents[2] / "docs" / "derivatives.md"
 
@@ -50,6 +52,21 @@ def test_backward_with_retain_graph_can_be_repeated():
     loss = _dense(v, kernel="chunked").sum()
     first, second = (torch.autograd.grad(loss, v, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("case", [x for x in cases(["cpu"], (torch.float32,)) if x.kernel == "chunked"], ids=str)
+def test_chunked_backward_passes_leave_autocast(case):
+    """PyTorch runs a backward pass under the autocast that is active where it is called."""
+    case = case.with_changes(length=40)
+    inputs = case.inputs()
+    leaves = {name: x.requires_grad_() for name, x in differentiable(inputs).items()}
+    answers = [x for x in outputs(case.run(inputs)) if x.requires_grad]
+    upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) for x in answers]
+    expected = torch.autograd.grad(answers, list(leaves.values()), upstream, retain_graph=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = torch.autograd.grad(answers, list(leaves.values()), upstream)
+    for name, x, y in zip(leaves, got, expected, strict=True):
+        assert torch.equal(x, y), name
 
 
 def test_transforms_select_a_kernel_that_supports_them():

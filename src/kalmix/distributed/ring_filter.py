@@ -18,7 +18,7 @@ from kalmix.ops._attend.dynamics import rotate
 from kalmix.ops._attend.kv_layout import EMPTY_RANK, RANK_STRIDE
 from kalmix.ops._attend.scores import ScoreConfig, score_config, stack_head_params, variance_from_log_precision
 from kalmix.ops._attend.tiles import InputGradients, OutputGradients, RunningSums, TileInputs
-from kalmix.types import Filtered, belief_dtype
+from kalmix.types import Filtered, belief_dtype, without_autocast
 
 KERNELS = (None, "chunked")
 
@@ -143,7 +143,8 @@ class _RingFilter(torch.autograd.Function):
             grads = [x.new_zeros(x.transpose(1, 2).shape) for x in visited[:2]]
             if ring.pairs[source] or source == ring.rank:
                 inputs = _tiles(own, visited, head_params, config)
-                InputGradients(grad_q, *grads, *shared).add(inputs, upstream)
+                with without_autocast(grad_q.device):
+                    InputGradients(grad_q, *grads, *shared).add(inputs, upstream)
             return [x.transpose(1, 2) for x in grads]
 
         grad_k, grad_v = ring.sum_gradients(block, compute)

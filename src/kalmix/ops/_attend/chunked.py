@@ -16,7 +16,7 @@ from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._attend.tiles import InputGradients, OutputGradients, RunningSums, SumCorrection, TileInputs
 from kalmix.ops._shared.custom_op import custom_op, register_backward
 from kalmix.segments import Segments
-from kalmix.types import Filtered
+from kalmix.types import Filtered, without_autocast
 
 
 def attend(signals: AttendSignals, belief: HistoryBelief, segments: Segments | None, variance: bool) -> Filtered:
@@ -115,7 +115,9 @@ def _backward(
     upstream = OutputGradients.of(grad_output, grad_log_precision, output, log_weight_sum, log_precision, variance)
     zeros = [x.new_zeros(x.shape) for x in (*inputs[:3], head_params, key_frequency, value_frequency)]
     correction, grads = SumCorrection.of(inputs), InputGradients(*zeros)
-    if grads.add(inputs, upstream, correction):
+    with without_autocast(q.device):  # `backward()` may be called under autocast
+        has_many_tiles = grads.add(inputs, upstream, correction)
+    if has_many_tiles:
         found = correction.vjp(inputs, key_frequency)
         for grad, added in zip((grads.q, grads.k, grads.head_params, grads.key_frequency), found, strict=True):
             grad.add_(added)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError, KernelError
 from kalmix.ops._shared.constants import filled
+from kalmix.types import without_autocast
 from kalmix.validation import in_transform, is_eager
 
 Function = Callable[..., Any]
@@ -268,7 +269,8 @@ def recomputed_op(name: str, function: Function, fake: Function, kernel: str) ->
     def backward(
         tensors: list[Tensor], grads: list[Tensor | None], needed: list[bool], options: list[int]
     ) -> list[Tensor]:
-        with _dispatch_to_autograd(), torch.enable_grad():
+        # `backward()` may be called under autocast, also where the function ran without it.
+        with without_autocast(tensors[0].device), _dispatch_to_autograd(), torch.enable_grad():
             leaves = [x.detach().requires_grad_(y) for x, y in zip(tensors, needed, strict=True)]
             pairs = zip(function(leaves, options), grads, strict=True)
             outputs, output_grads = zip(*((x, y) for x, y in pairs if y is not None and x.requires_grad), strict=True)
