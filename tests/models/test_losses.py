@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import Trainer, TrainingArguments
 
 from kalmix import ArgumentError, Segments
 from kalmix.models import LanguageModel
@@ -59,6 +60,15 @@ def exact(decode, mean, variance, targets):
     p = log_p.gather(-1, targets.clamp(min=0)[..., None, None].expand(*readouts.shape, 1))[..., 0].exp()
     nll = -torch.log(torch.trapezoid(p * density, grid, dim=-1))
     return nll[targets != -100].mean()
+
+
+def test_the_trainer_smooths_labels_of_next_tokens(tmp_path):
+    model, ids = build("kla"), tokens(2, 8)
+    arguments = TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to="none")
+    loss = Trainer(model, arguments).compute_loss(model, {"input_ids": ids, "labels": ids})
+    logits = model(ids).logits
+    expected = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), label_smoothing=0.1)
+    torch.testing.assert_close(loss, expected)
 
 
 def test_marginal_likelihood_converges_to_the_integral():
