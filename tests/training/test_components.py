@@ -38,6 +38,7 @@ def test_dataset_contains_every_token_once_except_the_remainder() -> None:
 def test_position_ids_start_anew_at_each_document() -> None:
     blocks = SequenceDataset(torch.tensor([0, 4, 4, 0, 4, 4, 4, 0]), 4, end_id=0, separate_documents=True)
     assert [blocks[i]["position_ids"].tolist() for i in range(2)] == [[0, 1, 2, 0], [0, 1, 2, 0]]
+    assert [blocks[i]["labels"].tolist() for i in range(2)] == [[-100, 4, 4, -100], [-100, 4, 4, -100]]
 
 
 def test_number_of_documents_in_a_batch() -> None:

@@ -17,6 +17,7 @@ with optional_imports():
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json
+from kalmix.layers.fused.cross_entropy import IGNORE_INDEX
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import END_OF_TEXT
 
@@ -116,7 +117,7 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
 
     A sequence may contain the end of one document and the start of the next, separated by an end-of-text token. With
     `separate_documents`, items have `position_ids` that start anew at each document, so that models of kalmix reset
-    their state there.
+    their state there. The first token of a document is then no target: its label is -100.
 
     Args:
         ids: int64 `[n]`, tokens of all documents.
@@ -146,8 +147,12 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
         return len(self.ids)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        item = {"input_ids": self.ids[index], "labels": self.ids[index]}
-        return item if self.position_ids is None else {**item, "position_ids": self.position_ids[index]}
+        ids = self.ids[index]
+        if self.position_ids is None:
+            return {"input_ids": ids, "labels": ids}
+        position_ids = self.position_ids[index]
+        labels = torch.where(position_ids == 0, IGNORE_INDEX, ids)  # the Trainer divides by the number of other labels
+        return {"input_ids": ids, "labels": labels, "position_ids": position_ids}
 
     def max_documents(self, batch_size: int) -> int | None:
         """Return the largest number of documents, or parts of them, in a batch; `None` if they are not separated."""
