@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import gzip
 import math
+import os
+import signal
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from transformers import TrainerControl, TrainerState
 
 from kalmix import ArgumentError
 from kalmix.analysis.text_diagnostics import diagnose_text
@@ -17,7 +23,7 @@ from kalmix.training import Recipe, parse_layers
 from kalmix.training.corpus import Corpus, train_tokenizer
 from kalmix.training.data import SequenceDataset, encode_documents, wrap_tokenizer
 from kalmix.training.evaluation import bits_per_byte, compressor_bits_per_byte, evaluate, surprisals
-from kalmix.training.schedule import Curve, Schedule
+from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 
 
 def model(layers: tuple = ("kla", "attention"), vocabulary: int = 257) -> KalmixForCausalLM:
@@ -59,6 +65,30 @@ def test_learning_rate_is_a_trapezoid() -> None:
     for schedule.progress in (0.0, 0.1, 0.2, 0.6, 0.8, 1.0):
         factors.append(schedule.lr_factor())
     assert factors == pytest.approx([0, 0.5, 1, 1, 0.5, 0])
+
+
+def test_a_signal_while_processes_agree_stops_all_of_them_after_the_next_step(monkeypatch) -> None:
+    """It is not lost, and its process does not stop alone."""
+    schedule = Schedule(steps=10, minutes=None, curve=Curve("wsd", 0.0, 0.5), saves=SaveRule(seconds=math.inf))
+    control, state = TrainerControl(), TrainerState()
+    arguments: Any = SimpleNamespace(device="cpu")
+    with interruptible(schedule):
+        exchanged = []
+
+        def all_reduce(values: torch.Tensor, _: Any) -> None:
+            exchanged.append(values[1].item())
+            if len(exchanged) == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        monkeypatch.setattr(dist, "is_initialized", lambda: True)
+        monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+        monkeypatch.setattr(dist, "all_reduce", all_reduce)
+        stopped = []
+        for _ in range(2):
+            schedule.on_optimizer_step(arguments, state, control)
+            schedule.on_step_end(arguments, state, control)
+            stopped.append((control.should_training_stop, control.should_save))
+        assert exchanged == [0, 1] and stopped == [(False, False), (True, True)]
 
 
 def test_cosine_and_wsd_schedules_end_at_the_final_rate() -> None:

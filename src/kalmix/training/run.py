@@ -327,5 +327,5 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
         model=model,
         tokenizer=tokenizer,
         history=history,
-        interrupted=trainer.schedule.interrupted,
+        interrupted=trainer.schedule.signalled or trainer.schedule.interrupted,
     )

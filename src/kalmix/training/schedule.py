@@ -77,7 +77,8 @@ class Schedule(TrainerCallback):
 
     Attributes:
         progress: fraction of the run that is done.
-        interrupted: a signal asked the run to stop after the current step.
+        signalled: a signal asked this process to stop.
+        interrupted: all processes stop after the current step, since a signal asked one of them to.
         finished: the run has reached its end.
     """
 
@@ -89,6 +90,7 @@ class Schedule(TrainerCallback):
         self.curve: Curve = curve
         self.saves: SaveRule = saves or SaveRule()
         self.progress: float = 0.0
+        self.signalled: bool = False
         self.interrupted: bool = False
         self.finished: bool = False
         self._initial_progress = self._previous_progress = 0.0
@@ -114,7 +116,7 @@ class Schedule(TrainerCallback):
             self._timing_started, self._first_step_time = True, time.monotonic()
         save_due = time.monotonic() - self._save_time >= self.saves.seconds
         save_due |= self.saves.steps is not None and (state.global_step + 1) % self.saves.steps == 0
-        local = [self._progress_at(state.global_step + 1), float(self.interrupted), float(save_due)]
+        local = [self._progress_at(state.global_step + 1), float(self.signalled), float(save_due)]
         if dist.is_available() and dist.is_initialized():
             combined = torch.tensor(local, device=args.device, dtype=torch.float64)
             dist.all_reduce(combined, dist.ReduceOp.MAX)
@@ -161,7 +163,7 @@ def interruptible(schedule: Schedule) -> Iterator[None]:
     handlers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def interrupt(number: int, _: Any) -> None:
-        schedule.interrupted = True
+        schedule.signalled = True  # not `interrupted`: a signal may come while the processes agree on it
         signal.signal(number, handlers[number])
 
     for number in handlers:
