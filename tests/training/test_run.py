@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kalmix.models import huggingface
 from kalmix.models.losses import head_cross_entropy
 from kalmix.training import Recipe
 from kalmix.training.run import train
+from kalmix.training.trainer import KalmixTrainer
 
 
 class Kill(TrainerCallback):
@@ -103,6 +105,31 @@ def test_run_resumes_from_the_newest_intact_checkpoint(recipe, tmp_path: Path) -
     with pytest.warns(UserWarning, match=r"checkpoint-5.*damaged"):
         ended = train(recipe(), tmp_path, resume=True)
     assert (ended.finished, ended.steps) == (True, 8)
+
+
+@pytest.mark.parametrize("grad_accum", [4, pytest.param(16, marks=pytest.mark.slow)])
+def test_every_step_has_all_of_its_batches(recipe, tmp_path: Path, monkeypatch, grad_accum: int) -> None:
+    """Steps at the end of an epoch too, and steps that are larger than the text."""
+    sizes, compute_loss = [], KalmixTrainer.compute_loss
+
+    def count(self, model, inputs, *args, **options):
+        sizes.extend([inputs["input_ids"].numel()] if model.training else [])
+        return compute_loss(self, model, inputs, *args, **options)
+
+    monkeypatch.setattr(KalmixTrainer, "compute_loss", count)
+    changes = {"seq_len": 128, "grad_accum": grad_accum, "steps": 7, "eval_tokens": 0}
+    ended = train(recipe(**changes), tmp_path / "run")
+    assert sum(sizes) == ended.history[-1]["tokens"] == 7 * grad_accum * 2 * 128
+
+
+def test_loss_of_separate_documents_is_that_of_their_targets(tmp_path: Path, recipe) -> None:
+    """The logged loss is the mean over all tokens but the first of each document."""
+    draw = random.Random(0)
+    for n in range(40):
+        (tmp_path / f"{n}.txt").write_text("".join(draw.choices("abcdef", k=8)))
+    changes = {"text": str(tmp_path), "tokenizer": "bytes", "seq_len": 64, "learning_rate": 1e-9, "eval_tokens": 0}
+    ended = train(recipe(separate_documents=True, steps=1, **changes), tmp_path / "run")
+    assert ended.history[0]["loss"] == pytest.approx(math.log(257), rel=0.01)
 
 
 def test_run_killed_before_its_first_checkpoint_starts_again(recipe, tmp_path: Path) -> None:

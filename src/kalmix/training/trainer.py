@@ -14,7 +14,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 from torch.utils.tensorboard import SummaryWriter
 from transformers import TrainerCallback, TrainingArguments
 from transformers.integrations import TensorBoardCallback
@@ -118,6 +118,14 @@ class KalmixTrainer(SafeTrainer):
 
     def get_train_dataloader(self) -> Any:
         return super().get_train_dataloader() if self.data.loader is None else self.data.loader
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        """Return a sampler whose epochs are whole optimizer steps: the Trainer ends an epoch with an incomplete one."""
+        if self.data.loader is not None:
+            return super()._get_train_sampler(train_dataset)
+        dataset: Any = self.data.train
+        step = self.data.batching.step_tokens // self.recipe.seq_len  # sequences
+        return RandomSampler(dataset, num_samples=max(1, len(dataset) // step) * step)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         if self.data.loader is None:
