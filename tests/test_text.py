@@ -121,6 +121,16 @@ def test_held_out_paragraphs_are_taken_out_of_the_training_text() -> None:
     assert not {part for document in learned for part in document.split("\n\n")} & set(judged)
 
 
+def test_line_ends_do_not_change_the_split(tmp_path: Path) -> None:
+    shared = paragraph(99)
+    for name, end in (("unix", b"\n"), ("windows", b"\r\n")):
+        (tmp_path / name).mkdir()
+        for seed in range(20):
+            content = f"{paragraph(seed)}\n\n{shared}\n".encode().replace(b"\n", end)
+            (tmp_path / name / f"{seed}.txt").write_bytes(content)
+    assert text.load_corpus(tmp_path / "windows") == text.load_corpus(tmp_path / "unix")
+
+
 @pytest.mark.parametrize("kind", ["bpe", "bytes"])
 def test_tokenization_is_lossless(kind: str) -> None:
     tokenizer = text.train_tokenizer(map(paragraph, range(9)), kind, vocab_size=270)

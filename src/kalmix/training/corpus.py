@@ -81,6 +81,8 @@ def load_corpus(path: str | os.PathLike[str] | None = None, *, held_out: float =
 def read_documents(path: Path) -> dict[str, str]:
     """Return the documents in a file or folder: name to text, sorted by name. Empty documents are left out.
 
+    Line ends of Windows become line feeds.
+
     Raises:
         ArgumentError: as `load_corpus`.
     """
@@ -141,7 +143,7 @@ def _decode(file: Path) -> str:
         raise ArgumentError("text", got=got, expected=_EXPECTED) from None
     if "\0" in text:
         raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_EXPECTED)
-    return text
+    return text.replace("\r\n", "\n")  # paragraphs are found by their blank lines
 
 
 def python_documentation() -> dict[str, str]:
