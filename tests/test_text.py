@@ -141,6 +141,16 @@ def test_tokenization_is_lossless(kind: str) -> None:
         assert len(tokenizer.encode("naïve").ids) == len("naïve".encode())
 
 
+def test_a_tokenizer_learns_from_short_pieces_of_long_runs() -> None:
+    """It takes quadratic time in the length of a word, hours for 3 MB."""
+    line, gap = "ACGT" * 1000, " " * 3000
+    pieces = list(text._cut_long_runs([f"a text\n{line}{gap}the end", ""]))
+    assert "".join(pieces) == f"a text\n{line}{gap}the end"
+    assert max(len(word) for piece in pieces for word in piece.split()) <= 256
+    assert max(len(piece) for piece in pieces if not piece.strip()) <= 256
+    assert list(text._cut_long_runs(["plain text"])) == ["plain text"]
+
+
 def test_bits_per_byte_of_random_bytes() -> None:
     assert text.nats_to_bits_per_byte(math.log(2) * len("né".encode()), "né") == pytest.approx(1)
 

@@ -33,6 +33,7 @@ TEXT_SUFFIXES = frozenset(
 )
 _HIDDEN = re.compile(r"^(\.|__pycache__$)")
 _EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
+_LONG_RUN = re.compile(r"\S{256}|\s{256}")
 _EXPECTED = "a UTF-8 text file, or a folder of them"
 
 
@@ -266,6 +267,9 @@ def _remove_paragraphs(text: str, keys: set[str]) -> str:
 def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int = 2048) -> Tokenizer:
     """Train a lossless byte-level tokenizer with one special token, `END_OF_TEXT` (id 0).
 
+    Texts are cut inside runs of 256 characters without a space, because learning takes quadratic time in the length of
+    a word.
+
     Args:
         texts: texts to learn merges from.
         kind: "bpe" (byte-pair encoding), or "bytes" (one token per byte).
@@ -295,8 +299,18 @@ def train_tokenizer(texts: Iterable[str], kind: str = "bpe", *, vocab_size: int 
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts if kind == "bpe" else [], trainer)
+    tokenizer.train_from_iterator(_cut_long_runs(texts) if kind == "bpe" else [], trainer)
     return tokenizer
+
+
+def _cut_long_runs(texts: Iterable[str]) -> Iterator[str]:
+    """Yield the texts in pieces, cut after every 256 characters of a run without a space, or of spaces alone."""
+    for text in texts:
+        start = 0
+        for run in _LONG_RUN.finditer(text):
+            yield text[start : run.end()]
+            start = run.end()
+        yield text[start:]
 
 
 def nats_to_bits_per_byte(nats: float, text: str) -> float:
