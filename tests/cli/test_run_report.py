@@ -99,7 +99,7 @@ def test_run_interrupted_in_its_last_step_is_not_evaluated(
 
     def interrupted(schedule: Schedule, *args: Any, **options: Any) -> None:
         began(schedule, *args, **options)
-        schedule.interrupted = True
+        schedule.signalled = True
 
     monkeypatch.setattr(Schedule, "on_train_begin", interrupted)
     result = kalmix("train", "--text", text_file, *SMALL, "--steps", 1, "--output", tmp_path / "run")
