@@ -158,8 +158,9 @@ def _command(
         float | None, typer.Option(help="Training tokens of a cell of the stage main. Default: the preset's.")
     ] = None,
     zero_init: Annotated[
-        bool, typer.Option("--zero-init", help="Let output projections of layers and MLPs begin with zeros.")
-    ] = False,
+        bool | None,
+        typer.Option(help="Whether output projections of layers and MLPs begin with zeros. Default: the preset's."),
+    ] = None,
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
@@ -218,15 +219,14 @@ def _command(
     sweep.exit_unless_finished(len(rows), len(cells) + choice.seeds * len(missing), console)
 
 
-def _preset(name: str, tokens: float | None, zero_init: bool) -> Preset:
+def _preset(name: str, tokens: float | None, zero_init: bool | None) -> Preset:
     """Return a preset, with this number of training tokens in the stage "main" and this initialization in both."""
     found = options.preset(name, PRESETS)
-    if tokens is not None:
-        found = found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))
-    if not zero_init:
+    if zero_init is not None:
+        found = found.with_zero_init(zero_init)
+    if tokens is None:
         return found
-    tune, main = (replace(size, model=replace(size.model, zero_init=True)) for size in (found.tune, found.main))
-    return found._replace(tune=tune, main=main)
+    return found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))
 
 
 def _choose(chosen: Preset, layer: list[str] | None, stage: str, rates: str | None, seeds: int) -> _Choice:

@@ -79,6 +79,11 @@ class Preset(NamedTuple):
         """Return the size of a stage."""
         return self.tune if stage == TUNE else self.main
 
+    def with_zero_init(self, zero_init: bool) -> Preset:
+        """Return this preset with output projections that begin with zeros in both stages, or with random numbers."""
+        tune, main = (replace(size, model=replace(size.model, zero_init=zero_init)) for size in (self.tune, self.main))
+        return self._replace(tune=tune, main=main)
+
 
 _MAIN = RunSize(
     ModelSize(parameters=50_000_000, hidden_size=512, depth=12, vocab_size=16_384),
@@ -128,13 +133,13 @@ PRESETS = {
             *("attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention"),
         ),
         rates=(1e-3, 2e-3, 4e-3, 8e-3),
-    ),
+    ).with_zero_init(True),
     "paper": Preset(
         tune=replace(_MAIN, model=_SHORT.model, tokens=50_000_000, batch_tokens=1 << 17),
         main=_MAIN,
         layers=LAYERS,
         rates=(1e-3, 2e-3, 4e-3),
-    ),
+    ).with_zero_init(True),
 }
 
 

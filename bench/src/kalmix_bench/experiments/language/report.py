@@ -225,7 +225,7 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
     rows = next((group.first.get("decode_rows") for group in groups if group.rows), None)
     table.caption = (
         f"Seconds of training steps, without compilation and tests. State of one sequence. Decoding: a token of {rows} "
-        f"sequences, in eager mode. {_devices(groups)}"
+        f"sequences by `generate`. {_devices(groups)}"
     )
     return table
 
