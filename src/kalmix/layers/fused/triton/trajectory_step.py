@@ -23,7 +23,7 @@ def _load(parameters, head):
 
 
 @triton.jit
-def _positive(raw, KNEE: tl.constexpr):
+def positive_value(raw, KNEE: tl.constexpr):
     """Return the positive number of a logarithm; see `positive`."""
     size = tl.abs(raw)
     slow = KNEE * (1.0 + tl.log(tl.maximum(size, KNEE) / KNEE))
@@ -43,7 +43,7 @@ def _softplus(raw):
 
 @triton.jit
 def _slope(raw, KNEE: tl.constexpr):
-    """Return the derivative of the logarithm of `_positive`."""
+    """Return the derivative of the logarithm of `positive_value`."""
     size = tl.abs(raw)
     return tl.where(size <= KNEE, 1.0, KNEE / tl.where(size <= KNEE, 1.0, size))
 
@@ -58,14 +58,14 @@ def parameters_kernel(
 ):  # fmt: skip
     """Compute the parameters of a head."""
     head = tl.program_id(0)
-    step = _positive(_load(log_step, head), KNEE)
-    tl.store(decay_out + head, -_positive(_load(log_rate, head), KNEE) * step)
+    step = positive_value(_load(log_step, head), KNEE)
+    tl.store(decay_out + head, -positive_value(_load(log_rate, head), KNEE) * step)
     tl.store(process_out + head, (_softplus(_load(process_noise, head)) + process_floor) * step)
     tl.store(key_out + head, _softplus(_load(key_noise, head)) + key_floor)
     tl.store(query_out + head, _softplus(_load(query_noise, head)) + query_floor)
     if WEIGHTS:
-        tl.store(nu_out + head, _positive(_load(log_nu, head), KNEE))
-        tl.store(temperature_out + head, _positive(_load(log_temperature, head), KNEE))
+        tl.store(nu_out + head, positive_value(_load(log_nu, head), KNEE))
+        tl.store(temperature_out + head, positive_value(_load(log_temperature, head), KNEE))
         value = tl.zeros([], tl.float32)
         if FLOOR:
             value = _softplus(_load(floor, head))
@@ -94,7 +94,7 @@ def parameters_backward_kernel(
     """Compute gradients of the learned parameters of a head; bit i of `GRADS` says whether output i has a gradient."""
     head, zero = tl.program_id(0), tl.zeros([], tl.float32)
     raw_step, raw_rate, raw_process = _load(log_step, head), _load(log_rate, head), _load(process_noise, head)
-    step, rate = _positive(raw_step, KNEE), _positive(raw_rate, KNEE)
+    step, rate = positive_value(raw_step, KNEE), positive_value(raw_rate, KNEE)
     decay = _load(decay_grad, head) if GRADS & 1 else zero
     process = _load(process_grad, head) if GRADS & 4 else zero
     key = _load(key_grad, head) if GRADS & 8 else zero
@@ -117,8 +117,8 @@ def parameters_backward_kernel(
         raw_nu, raw_temperature = _load(log_nu, head), _load(log_temperature, head)
         nu = _load(nu_grad, head) if GRADS & 32 else zero
         temperature = _load(temperature_grad, head) if GRADS & 64 else zero
-        _store_grad(d_nu, head, nu * _positive(raw_nu, KNEE) * _slope(raw_nu, KNEE))
-        _store_grad(d_temperature, head, temperature * _positive(raw_temperature, KNEE) * _slope(raw_temperature, KNEE))
+        _store_grad(d_nu, head, nu * positive_value(raw_nu, KNEE) * _slope(raw_nu, KNEE))
+        _store_grad(d_temperature, head, temperature * positive_value(raw_temperature, KNEE) * _slope(raw_temperature, KNEE))
     if FLOOR:
         least = _load(floor_grad, head) if GRADS & 128 else zero
         _store_grad(d_floor, head, least * tl.sigmoid(_load(floor, head)))

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kalmix.layers.fused.dispatch import KNEE
-from kalmix.layers.fused.triton.trajectory_step import _positive
+from kalmix.layers.fused.triton.trajectory_step import positive_value
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
 
@@ -32,7 +32,7 @@ def steer_kernel(
     small = tl.minimum(size, 0.25)  # 1 - e^-size cancels
     series = 1.0 - small / 2 * (1.0 - small / 3 * (1.0 - small / 4 * (1.0 - small / 5 * (1.0 - small / 6))))
     gain = tl.where(size <= 0.25, series, (1.0 - tl.exp(-size)) / tl.maximum(size, 0.25))
-    gain *= _positive(tl.load(log_weight + head * C + channel, mask=has_column, other=0.0).to(tl.float32), KNEE)
+    gain *= positive_value(tl.load(log_weight + head * C + channel, mask=has_column, other=0.0).to(tl.float32), KNEE)
     steered = x + gain / (1.0 + gain) * (waypoint - x)
     tl.store(result + row * N + column, steered.to(result.dtype.element_ty), mask=has_column)
 
