@@ -118,7 +118,9 @@ def parameters_backward_kernel(
         nu = _load(nu_grad, head) if GRADS & 32 else zero
         temperature = _load(temperature_grad, head) if GRADS & 64 else zero
         _store_grad(d_nu, head, nu * positive_value(raw_nu, KNEE) * _slope(raw_nu, KNEE))
-        _store_grad(d_temperature, head, temperature * positive_value(raw_temperature, KNEE) * _slope(raw_temperature, KNEE))
+        _store_grad(
+            d_temperature, head, temperature * positive_value(raw_temperature, KNEE) * _slope(raw_temperature, KNEE)
+        )
     if FLOOR:
         least = _load(floor_grad, head) if GRADS & 128 else zero
         _store_grad(d_floor, head, least * tl.sigmoid(_load(floor, head)))

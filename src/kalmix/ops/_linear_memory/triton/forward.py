@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmix.ops._linear_memory.scratch import SUBTILE
+from kalmix.ops._linear_memory.scratch import SUBTILE, subtile_signals_shape
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import decay_subtiles, join_subtiles
@@ -244,7 +244,7 @@ def allocate_results(
     """Allocate results; means are zero where tokens may lie outside every sequence.
 
     If `no_prior`, there is room for states at boundaries between tiles only. If `per_key`, there is room for scores,
-    decays of subtiles and their signals: zeros, which nothing uses, and no signals if tiles are subtiles.
+    decays of subtiles and their signals: zeros, which nothing uses, if tiles are subtiles.
     """
     like, shape = {"dtype": v.dtype, "device": v.device}, v.shape[:3]
     mean = (torch.zeros if packed else torch.empty)(v.shape, **like)
@@ -256,8 +256,8 @@ def allocate_results(
     scores = allocate((*shape, size) if per_key else (0,), **like)
     decays_size = tiles * (size // SUBTILE) * v.shape[2] * k.shape[3] if per_key else 0
     decays = allocate(decays_size, dtype=torch.float32, device=v.device)
-    signals_shape = (3 if corrects else 2, *shape, k.shape[3]) if per_key and size > SUBTILE else (0,)
-    return ForwardResults(mean, states, errors, inverses, scores, decays, torch.empty(signals_shape, **like))
+    signals_shape = subtile_signals_shape(k, v, size, corrects) if per_key else (0,)
+    return ForwardResults(mean, states, errors, inverses, scores, decays, allocate(signals_shape, **like))
 
 
 def forward(

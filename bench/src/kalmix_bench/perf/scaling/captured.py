@@ -1,6 +1,6 @@
 """Compare training steps in a CUDA graph with ordinary steps: all parameters after as many steps of each.
 
-    torchrun --nproc-per-node 2 tests/gpu/captured_training.py --models gated-deltanet-340m --method "context two-phase"
+    torchrun --nproc-per-node 2 -m kalmix_bench.perf.scaling.captured --models gated-deltanet-340m
 
 Ordinary steps are taken twice. Where the two differ, kernels add in another order each time, and the captured steps may
 differ from the first by up to four times as much. Exits with 1 if they differ by more.
