@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import lzma
 import random
 from pathlib import Path
 
@@ -48,6 +49,13 @@ def test_an_interrupted_command_keeps_finished_pieces(
     changed = written[0].stat().st_mtime_ns
     assert pack(corpus, tmp_path / "out", limit=LIMIT, pieces=None) == written
     assert [path.read_bytes() for path in written] == before and written[0].stat().st_mtime_ns == changed
+
+
+def test_the_first_piece_alone_has_the_same_documents_at_each_level(corpus: Path, tmp_path: Path) -> None:
+    first, *others = pack(corpus, tmp_path / "all", limit=LIMIT, pieces=3, vocab_size=300)
+    (alone,) = pack(corpus, tmp_path / "one", limit=LIMIT, pieces=3, vocab_size=300, level=1, written_pieces=1)
+    assert len(others) == 2 and alone.read_bytes() != first.read_bytes()
+    assert lzma.decompress(alone.read_bytes()) == lzma.decompress(first.read_bytes())
 
 
 def test_a_piece_above_the_limit_is_refused(corpus: Path, tmp_path: Path) -> None:
