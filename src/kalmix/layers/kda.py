@@ -99,7 +99,7 @@ class KDA(DeltaLayer):
     def signals_and_gate(self, x: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
         """Compute `signals` and the gate's input; one product serves the inner factors of both low-rank projections."""
         merged = None
-        if self.gate_proj is not None and self.decay.takes_projection:
+        if self.gate_proj is not None and self.decay.takes_projection and type(self).signals is KDA.signals:
             merged = low_rank_pair(x, self.decay.proj, self.gate_proj)
         if merged is None:
             return super().signals_and_gate(x)

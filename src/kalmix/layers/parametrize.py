@@ -284,7 +284,9 @@ class StateDynamics(nn.Module):
         """
         if self.key_noise.ndim > 1:
             return None
-        frequency = self.log_rate.new_zeros(len(self.log_rate), 1) if self.frequency is None else self.frequency
+        frequency = self.frequency
+        if frequency is None:
+            frequency = self.log_rate.new_zeros(len(self.log_rate), -(-self.channels // 2))
         return RawDynamics(self.log_rate, self.log_step, *self._raw_noises(), frequency)
 
     def forward(self, dtype: torch.dtype) -> Dynamics:

@@ -117,7 +117,8 @@ class SequenceDataset(Dataset[dict[str, Tensor]]):
 
     A sequence may contain the end of one document and the start of the next, separated by an end-of-text token. With
     `separate_documents`, items have `position_ids` that start anew at each document, so that models of kalmix reset
-    their state there. The first token of a document is then no target: its label is -100.
+    their state there. The end-of-text token that begins a document is then no target (its label is -100), so a model
+    does not learn where documents end.
 
     Args:
         ids: int64 `[n]`, tokens of all documents.

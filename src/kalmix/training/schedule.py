@@ -77,8 +77,8 @@ class Schedule(TrainerCallback):
 
     Attributes:
         progress: fraction of the run that is done.
-        signalled: a signal asked this process to stop.
-        interrupted: all processes stop after the current step, since a signal asked one of them to.
+        signalled: this process has received a signal to stop.
+        interrupted: some process has received one; all stop after the current step.
         finished: the run has reached its end.
     """
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from kalmix.layers.fused.dispatch import uses_triton
+from kalmix.layers.fused.dispatch import LEAST_ROWS, uses_triton
 from kalmix.ops._shared.custom_op import needs_grad, with_launch_cache
 from kalmix.ops._shared.step import Slots
 from kalmix.validation import FLOAT32_STATE_DTYPES
@@ -53,8 +53,11 @@ class KeyValuePool(NamedTuple):
 def can_fuse_attention(x: Tensor, norms: tuple[Tensor, Tensor], pool: KeyValuePool) -> bool:
     """Return whether `attention_step` accepts these arguments. It computes in float32, without gradients."""
     tensors = (x, *norms, *pool[:2])
+    kv_heads, width = pool.keys.shape[2:]
+    repeat = x.shape[-1] // (kv_heads * width) - 2  # query heads of a key head
+    tile = LEAST_ROWS * (1 << (repeat - 1).bit_length()) * (1 << (width - 1).bit_length())
     return (
-        uses_triton("attention_step", x)
+        uses_triton("attention_step", x, tile)
         and not torch.compiler.is_compiling()
         and all(y.dtype in FLOAT32_STATE_DTYPES and y.stride(-1) == 1 for y in tensors)
         and all(y[:1].is_contiguous() for y in pool)

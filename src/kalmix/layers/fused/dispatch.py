@@ -13,6 +13,7 @@ DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kern
 TRACED = frozenset({"short_convolution", "recurrent_afa", "head_signals", "step_decay", "gated_rms_norm"})
 KNEE = 8.0  # where `positive` changes from exponential to power
 MAX_COLUMNS = 16384  # columns that one program normalises together
+LEAST_ROWS = 8  # tokens of a history that a step of attention reads at once, at least
 STEP_ROWS = 64  # largest number of tokens of the kernels of projections for decoding
 HALF = (torch.bfloat16, torch.float16)
 

@@ -9,10 +9,10 @@ SUBTILE = 16  # tokens per subtile, for decays per key
 
 
 def subtile_signals_shape(k: Tensor, v: Tensor, size: int, corrects: bool) -> tuple[int, ...]:
-    """Return the shape of the signals of subtiles; nothing uses them if tiles of `size` tokens are subtiles.
+    """Return the shape of the signals of subtiles, `[2 or 3, B, T, G, K]`, for tiles of `size` tokens.
 
-    There is room for two tokens then, by the same formula as for other sizes: a graph for all lengths has no branch,
-    and asks whether an axis is empty or has one entry.
+    If tiles are subtiles, nothing uses the tensor, and its axis of tokens has length 2: an `if` would add a guard on
+    the length to compiled graphs, which also treat the lengths 0 and 1 as special.
     """
     batch, length, heads, _ = v.shape
     stored: int = 2 + (length - 2) * torch.sym_min(1, size // SUBTILE - 1)  # pyright: ignore[reportAssignmentType]

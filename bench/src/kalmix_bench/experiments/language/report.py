@@ -227,6 +227,8 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
         f"Seconds of training steps, without compilation and tests. State of one sequence. Decoding: a token of {rows} "
         f"sequences by `generate`. {_devices(groups)}"
     )
+    notes = dict.fromkeys((group.layer, row["note"]) for group in groups for row in group.rows if row.get("note"))
+    table.caption += "".join(f" {layer}: {note}" for layer, note in notes)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Compare training steps in a CUDA graph with ordinary steps: all parameters after as many steps of each.
+"""Compare all parameters after equal numbers of training steps in a CUDA graph and of ordinary steps.
 
     torchrun --nproc-per-node 2 -m kalmix_bench.perf.scaling.captured --models gated-deltanet-340m
 
@@ -9,6 +9,7 @@ differ from the first by up to four times as much. Exits with 1 if they differ b
 from __future__ import annotations
 
 import argparse
+import math
 from contextlib import nullcontext
 
 import torch
@@ -40,8 +41,10 @@ def train(cell: Cell, ranks: Ranks) -> list[Tensor]:
 
 
 def difference(first: list[Tensor], second: list[Tensor]) -> float:
-    """Return the largest relative difference of two tensors of the same parameter."""
+    """Return the largest relative difference of two tensors of the same parameter; infinite if one is not finite."""
     norms = [(float((x - y).norm()), float(x.norm())) for x, y in zip(first, second, strict=True)]
+    if not all(math.isfinite(change) for change, _ in norms):
+        return math.inf
     return max(change / max(size, 1e-12) for change, size in norms)
 
 
@@ -60,7 +63,7 @@ def main() -> int:
             captured = train(cell._replace(captured=True), ranks)
             pairs = ranks.collect((difference(ordinary, captured), difference(ordinary, again)))
             change, noise = (max(x) for x in zip(*pairs, strict=True))
-            right = change <= 4 * noise  # not a number is wrong, too
+            right = change <= 4 * noise < math.inf
             wrong += not right
             if ranks.rank == 0:
                 state = "right" if right else "WRONG"

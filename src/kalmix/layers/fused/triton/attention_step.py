@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kalmix.layers.fused.dispatch import LEAST_ROWS
 from kalmix.layers.fused.triton.rotary_step import rotation
 from kalmix.ops._shared.triton.compile_and_launch import Launch
 
@@ -205,7 +206,7 @@ def step(x: Tensor, norms: list[Tensor], pool: list[Tensor], slots: list[Tensor]
     batch, width, groups = x.shape[0], heads.width, heads.kv_heads
     size, repeat = pool[2].shape[1], heads.heads // groups
     padded, rows = max(16, triton.next_power_of_2(width)), triton.next_power_of_2(repeat)
-    block = max(8, TILE // (rows * padded))
+    block = max(LEAST_ROWS, TILE // (rows * padded))
     parts = count_parts(batch, groups, size)
     output = torch.empty(batch, 1, heads.heads * width, dtype=x.dtype, device=x.device)
     place = torch.empty(batch, dtype=torch.int64, device=x.device)
