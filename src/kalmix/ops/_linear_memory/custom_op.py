@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kalmix.beliefs import PointBelief
-from kalmix.ops._linear_memory.scratch import SUBTILE, subtile_signals_shape
+from kalmix.ops._linear_memory.scratch import SUBTILE, subtile_signals_size
 from kalmix.ops._shared.constants import zeros
 from kalmix.ops._shared.custom_op import needs_grad, register_filter_op, with_launch_cache
 from kalmix.ops._shared.token_blocks import num_blocks, tokens_per_tile
@@ -116,7 +116,7 @@ def _decay_shapes(
     if not store or log_decay is None or log_decay.ndim != 4:
         return (0,), (0,), (0,)
     count = batch * num_blocks(length, size) if rows is None else batch * length // size + rows.shape[0]
-    signals = subtile_signals_shape(k, v, size, corrects)
+    signals = (subtile_signals_size(k, v, size, corrects),)
     return (batch, length, heads, size), (count * (size // SUBTILE) * heads * k.shape[3],), signals
 
 

@@ -8,12 +8,12 @@ from torch import Tensor
 SUBTILE = 16  # tokens per subtile, for decays per key
 
 
-def subtile_signals_shape(k: Tensor, v: Tensor, size: int, corrects: bool) -> tuple[int, ...]:
-    """Return the shape of the signals of subtiles, `[2 or 3, B, T, G, K]`, for tiles of `size` tokens.
+def subtile_signals_size(k: Tensor, v: Tensor, size: int, corrects: bool) -> int:
+    """Return the number of elements of the signals of subtiles, `[2 or 3, B, T, G, K]`, for tiles of `size` tokens.
 
-    If tiles are subtiles, nothing uses the tensor, and its axis of tokens has length 2: an `if` would add a guard on
-    the length to compiled graphs, which also treat the lengths 0 and 1 as special.
+    If tiles are subtiles, nothing uses them, and T is 2. The tensor has one axis, and this formula has no `if`, because
+    both would add guards on the length to compiled and exported programs.
     """
     batch, length, heads, _ = v.shape
-    stored: int = 2 + (length - 2) * torch.sym_min(1, size // SUBTILE - 1)  # pyright: ignore[reportAssignmentType]
-    return 3 if corrects else 2, batch, stored, heads, k.shape[3]
+    tokens: int = 2 + (length - 2) * torch.sym_min(1, size // SUBTILE - 1)  # pyright: ignore[reportAssignmentType]
+    return (3 if corrects else 2) * batch * tokens * heads * k.shape[3]

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kalmix.ops._linear_memory.scratch import SUBTILE, subtile_signals_shape
+from kalmix.ops._linear_memory.scratch import SUBTILE, subtile_signals_size
 from kalmix.ops._linear_memory.triton.forward_kernels import read_out, scan_memory, solve_errors
 from kalmix.ops._linear_memory.triton.vector_decay import fold_decays
 from kalmix.ops._linear_memory.triton.vector_decay_tiles import decay_subtiles, join_subtiles
@@ -41,8 +41,8 @@ class ForwardResults(NamedTuple):
         inverses: (I + N)^-1 of each tile, `[B, T, G, SIZE]`; empty without corrections.
         scores, subtile_decays: those of `PreparedSignals` and its `subtiles`, with which the backward pass prepares the
             signals faster; empty if they are not stored.
-        subtile_signals: the other `subtiles` of `PreparedSignals`, `[2, B, T, G, K]` (3 with corrections); empty or
-            `None` if they are not stored.
+        subtile_signals: the other `subtiles` of `PreparedSignals`, `[2, B, T, G, K]` (3 with corrections) in one axis;
+            empty or `None` if they are not stored.
     """
 
     mean: Tensor
@@ -147,7 +147,7 @@ def prepare_signals(
         num_subtiles, subtile_decays = size // SUBTILE, tile_decay
         if num_subtiles > 1:
             room = results.subtile_signals if has_room else None
-            folded = [torch.empty_like(x) for x in folded] if room is None else list(room.unbind(0))
+            folded = [torch.empty_like(x) for x in folded] if room is None else list(room.view(-1, *q.shape))
             decays_shape = tiling.num_tiles * num_subtiles, heads, keys
             subtile_decays = (
                 results.subtile_decays if has_room else torch.empty(decays_shape, dtype=float32, device=v.device)
@@ -256,8 +256,8 @@ def allocate_results(
     scores = allocate((*shape, size) if per_key else (0,), **like)
     decays_size = tiles * (size // SUBTILE) * v.shape[2] * k.shape[3] if per_key else 0
     decays = allocate(decays_size, dtype=torch.float32, device=v.device)
-    signals_shape = subtile_signals_shape(k, v, size, corrects) if per_key else (0,)
-    return ForwardResults(mean, states, errors, inverses, scores, decays, allocate(signals_shape, **like))
+    signals_size = subtile_signals_size(k, v, size, corrects) if per_key else 0
+    return ForwardResults(mean, states, errors, inverses, scores, decays, allocate(signals_size, **like))
 
 
 def forward(
