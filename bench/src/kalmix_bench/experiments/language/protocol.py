@@ -197,15 +197,12 @@ class LanguageCell:
             shards: folder of token shards.
         """
         size = self.size
-        model: dict[str, Any] = {"tie_word_embeddings": True}
-        if size.model.zero_init:
-            model["zero_init"] = True
         return Recipe(
             shards=shards,
             layers=make_blocks(self.layer, size.model),
             hidden_size=size.model.hidden_size,
             vocab_size=size.model.vocab_size,
-            model=model,
+            model={"tie_word_embeddings": True, "zero_init": size.model.zero_init},
             seq_len=size.seq_len,
             tokens=size.tokens,
             batch_tokens=size.batch_tokens,
