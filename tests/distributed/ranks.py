@@ -62,7 +62,8 @@ def check_layers(
 
 
 def start(rank: int, world: int, folder: str, **options: Any) -> None:
-    """Join the process group of a test."""
+    """Join the process group of a test. If this process crashes, it prints the native stack of every thread."""
+    torch._C._set_print_stack_traces_on_fatal_signal(True)
     torch.set_num_threads(1)
     store = f"file://{Path(folder) / 'store'}"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=world, **options)

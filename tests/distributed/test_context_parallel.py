@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 from layers.conftest import LAYERS
-from torch import multiprocessing
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed import ranks
+from distributed.processes import run_ranks
 from kalmix import ArgumentError, Segments, layers
 from kalmix.distributed import ContextParallel
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
@@ -21,20 +21,16 @@ REFUSING = "recurrent-afa"
 FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", "attention"]
 
 
-def run(world, function, *arguments, folder):
-    multiprocessing.spawn(function, (world, str(folder), *arguments), world)
-
-
 def test_two_ranks_equal_one_process_or_refuse(tmp_path):
     """Run one layer of each op, and wrong calls; other layers and 3 ranks are slow."""
-    run(2, ranks.check_fast, FAST, folder=tmp_path)
+    run_ranks(ranks.check_fast, 2, tmp_path, FAST)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "dtype", "tolerance"), [(2, torch.float32, 1e-5), (3, torch.float64, 1e-9)])
 def test_every_layer_equals_one_process(world, dtype, tolerance, tmp_path):
     names = [name for name in LAYERS if name != REFUSING]
-    run(world, ranks.check_layers, names, dtype, tolerance, "gather", folder=tmp_path)
+    run_ranks(ranks.check_layers, world, tmp_path, names, dtype, tolerance, "gather")
 
 
 @pytest.mark.slow
@@ -42,7 +38,7 @@ def test_every_layer_equals_one_process(world, dtype, tolerance, tmp_path):
     ("world", "dtype", "tolerance"), [(2, torch.float32, 1e-5), (3, torch.float64, 1e-9)], ids=["two", "three"]
 )
 def test_attention_in_a_ring_equals_one_process(world, dtype, tolerance, tmp_path):
-    run(world, ranks.check_layers, [*ranks.RINGS], dtype, tolerance, "ring", folder=tmp_path)
+    run_ranks(ranks.check_layers, world, tmp_path, [*ranks.RINGS], dtype, tolerance, "ring")
 
 
 @pytest.mark.slow
@@ -54,13 +50,13 @@ def test_memories_in_two_phases_equal_one_process(tmp_path):
         "gated-kalmanet-bare",
         "design-cells",
     ]
-    run(3, ranks.check_layers, names, torch.float32, 1e-5, "two-phase", folder=tmp_path)
+    run_ranks(ranks.check_layers, 3, tmp_path, names, torch.float32, 1e-5, "two-phase")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("world", "sharded"), [(2, False), (4, True)], ids=["replicated", "fsdp2"])
 def test_a_model_equals_one_process(world, sharded, tmp_path):
-    run(world, ranks.check_model, sharded, folder=tmp_path)
+    run_ranks(ranks.check_model, world, tmp_path, sharded)
 
 
 def test_accelerate_refuses_models_under_its_own_sequence_parallelism():

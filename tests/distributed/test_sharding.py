@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from torch import multiprocessing
 
 from distributed import sharded
+from distributed.processes import run_ranks
 from kalmix.training.checkpoints import list_checkpoints
 from kalmix.training.run import train
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all checks in one group of processes; return the folder with a file per failure."""
     folder = tmp_path_factory.mktemp("sharded")
-    multiprocessing.spawn(sharded.run, (2, str(folder)), 2)
+    run_ranks(sharded.run, 2, folder)
     return folder
 
 
@@ -34,7 +34,7 @@ def write_text(folder: Path) -> None:
 def test_two_ranks_evaluate_the_held_out_text_of_one_process(tmp_path: Path):
     write_text(tmp_path)
     expected = train(sharded.replicated_recipe(str(tmp_path)), tmp_path / "alone").history
-    multiprocessing.spawn(sharded.train_replicated, (2, str(tmp_path)), 2)
+    run_ranks(sharded.train_replicated, 2, tmp_path)
     found = json.loads((tmp_path / "replicated" / "history.json").read_text())
     losses = [{row["step"]: row["eval_loss"] for row in rows if "eval_loss" in row} for rows in (found, expected)]
     assert len(losses[1]) == 3
@@ -47,7 +47,7 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path):
 
     def run(world: int, *arguments: object) -> None:
         (tmp_path / "store").unlink(missing_ok=True)
-        multiprocessing.spawn(sharded.train_sharded, (world, str(tmp_path), *arguments), world)
+        run_ranks(sharded.train_sharded, world, tmp_path, *arguments)
 
     run(2, "whole", False, None)
     run(2, "halved", False, 1)

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from torch import multiprocessing
 
 from distributed import split_heads
+from distributed.processes import run_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 def failures(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Run all checks in one group of processes; return the folder with a file per failure."""
     folder = tmp_path_factory.mktemp("heads")
-    multiprocessing.spawn(split_heads.run, (2, str(folder)), 2)
+    run_ranks(split_heads.run, 2, folder)
     return folder
 
 
