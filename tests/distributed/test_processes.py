@@ -9,6 +9,8 @@ from torch import multiprocessing
 
 from distributed.processes import run_ranks
 
+pytestmark = pytest.mark.slow  # starting processes takes a second or two
+
 
 def crash(rank: int, world: int, folder: str, times: int) -> None:
     """Crash in rank 0, as often as `times` says; every attempt finds the files of the first."""
