@@ -189,7 +189,8 @@ class Attention(Mixer):
             position = torch.where(segment_ids >= 0, token + of_tokens(first, segment_ids), -1)
 
         q, k, v = self._heads(mask_outside(x, segment_ids))
-        q, k = apply_rotary(self.query_norm(q), self.key_norm(k), position, self.rotary_base)
+        shared_position = token[None] if segments is None and offset is None else position
+        q, k = apply_rotary(self.query_norm(q), self.key_norm(k), shared_position, self.rotary_base)
         new = AttentionState(k, v, position)
         ring = attend_ring(q, k, v) if previous is None else None  # with other ranks
         shared = share_keys(k, v) if previous is None and ring is None else None
@@ -267,7 +268,7 @@ class Attention(Mixer):
     def attention_map(self, x: Tensor) -> Tensor:
         """Return the attention map of each query head."""
         q, k, v = self._heads(x)
-        token = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+        token = torch.arange(x.shape[1], device=x.device)[None]
         q, k = apply_rotary(self.query_norm(q), self.key_norm(k), token, self.rotary_base)
         identity = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
         return self._attend(q, k, identity, None).transpose(1, 2)

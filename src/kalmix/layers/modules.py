@@ -23,6 +23,7 @@ from kalmix.layers.fused import (
     short_convolution,
     short_convolution_step,
 )
+from kalmix.layers.fused.rotary_angles import rotary_cos_sin
 from kalmix.segments import Segments
 from kalmix.steps import Slots
 from kalmix.types import belief_dtype
@@ -42,13 +43,10 @@ def apply_rotary(q: Tensor, k: Tensor, position: Tensor, base: float) -> tuple[T
     Args:
         q: `[B, T, heads, width]`, of even width.
         k: keys of the same width and dtype; their number of heads may differ.
-        position: `[B, T]`.
+        position: int64 `[B, T]`, or `[1, T]` if all rows have the same positions.
         base: base of the frequencies.
     """
-    half = q.shape[-1] // 2
-    frequency = base ** (-torch.arange(half, device=q.device, dtype=belief_dtype(q.dtype)) / half)
-    angle = (position[..., None] * frequency)[:, :, None]
-    cos, sin = angle.cos(), angle.sin()
+    cos, sin = (x[:, :, None] for x in rotary_cos_sin(position, q.shape[-1] // 2, base, belief_dtype(q.dtype)))
     return rotate_pairs(to_state_dtype(q), cos, sin).to(q.dtype), rotate_pairs(to_state_dtype(k), cos, sin).to(k.dtype)
 
 

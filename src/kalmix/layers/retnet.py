@@ -126,7 +126,8 @@ class RetNet(MemoryLayer):
         token = torch.arange(x.shape[1], device=x.device)
         if segments is None or segment_ids is None:
             past = token.new_zeros(x.shape[0]) if conv_state is None else conv_state
-            position, after = past[:, None] + token, past + x.shape[1]
+            position = token[None] if conv_state is None else past[:, None] + token
+            after = past + x.shape[1]
         else:
             _, start, stop = segments.rows.long().unbind(1)
             past = torch.zeros_like(start) if conv_state is None else conv_state

@@ -26,8 +26,7 @@ def can_fuse_rotary(q: Tensor, k: Tensor) -> bool:
 def rotary_step(q: Tensor, k: Tensor, count: Tensor, slots: Slots, base: float) -> tuple[Tensor, Tensor]:
     """Rotate queries and keys of one token per row by its position, and count the token, in place on a pool.
 
-    The rotation is that of `apply_rotary`, but its angles are in float64. Those of `apply_rotary` are in float32: at
-    position 100,000 their error reaches 0.004 radians.
+    The rotation is that of `apply_rotary`. Its angles are in float64.
 
     Args:
         q: `[B, 1, H, W]`, of even width.

@@ -18,7 +18,7 @@ def filled(value: float, shape: Sequence[int], dtype: torch.dtype, device: torch
     def make() -> Tensor:
         return torch.full((), value, dtype=dtype, device=device)
 
-    return _shared((value, dtype, device), make).expand(tuple(shape))
+    return shared((value, dtype, device), make).expand(tuple(shape))
 
 
 def zeros(shape: Sequence[int], device: torch.device) -> Tensor:
@@ -32,7 +32,7 @@ def zeros(shape: Sequence[int], device: torch.device) -> Tensor:
 
 def identity(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an identity matrix, to be read only."""
-    return _shared((size, "identity", dtype, device), lambda: torch.eye(size, dtype=dtype, device=device))
+    return shared((size, "identity", dtype, device), lambda: torch.eye(size, dtype=dtype, device=device))
 
 
 def can_share_constants(device: torch.device) -> bool:
@@ -45,7 +45,7 @@ def can_share_constants(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-def _shared(key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
+def shared(key: tuple[object, ...], make: Callable[[], Tensor]) -> Tensor:
     """Return the constant of `key`, which `make` makes if it is not stored. Only those on GPUs are stored."""
     device = key[-1]
     assert isinstance(device, torch.device)
