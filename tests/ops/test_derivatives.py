@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 
 from kalmix.errors import KernelError
-from kalmix.ops import OPS, Dynamics, attend, attend_radial, dense
+from kalmix.ops import OPS, ConjugateGradient, Dynamics, Exact, Sketch, attend, attend_radial, dense, ridge
 from kalmix.ops._ridge.solvers import Chebyshev
 from kalmix.ops._shared.kernel import TRANSFORMS
 from kalmix.ops.experimental import attend_channels, attend_corotating
@@ -54,13 +54,28 @@ def test_backward_with_retain_graph_can_be_repeated():
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize("case", [x for x in cases(["cpu"], (torch.float32,)) if x.kernel == "chunked"], ids=str)
-def test_chunked_backward_passes_leave_autocast(case):
+@pytest.mark.parametrize("case", [x for x in cases(["cpu"], (torch.float32,)) if not x.interpreted], ids=str)
+def test_backward_passes_leave_autocast(case):
     """PyTorch runs a backward pass under the autocast that is active where it is called."""
-    case = case.with_changes(length=40)
+    case = case.with_changes(length=40 if case.kernel == "chunked" else 6)
     inputs = case.inputs()
     leaves = {name: x.requires_grad_() for name, x in differentiable(inputs).items()}
-    answers = [x for x in outputs(case.run(inputs)) if x.requires_grad]
+    _assert_leaves_autocast(outputs(case.run(inputs)), leaves)
+
+
+@pytest.mark.parametrize(
+    "solver", [Chebyshev(backward="unrolled"), ConjugateGradient(), Exact(), Sketch(4)], ids=lambda x: type(x).__name__
+)
+def test_backward_passes_of_solvers_leave_autocast(solver):
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 6, 2, 8, generator=draw).requires_grad_() for _ in range(3))
+    found = ridge(q, k, v, solver=solver, variance=True, kernel="reference")
+    assert found.variance is not None
+    _assert_leaves_autocast([found.mean, found.variance, *found.belief], {"q": q, "k": k, "v": v})
+
+
+def _assert_leaves_autocast(answers: list[Tensor], leaves: dict[str, Tensor]) -> None:
+    answers = [x for x in answers if x.requires_grad]
     upstream = [torch.randn(x.shape, generator=torch.Generator().manual_seed(0)).to(x) for x in answers]
     expected = torch.autograd.grad(answers, list(leaves.values()), upstream, retain_graph=True)
     with torch.autocast("cpu", torch.bfloat16):
@@ -159,3 +174,13 @@ def test_forms_of_attend_have_second_derivatives(form):
     steps = torch.zeros(2, dtype=torch.float64, requires_grad=True)
     assert gradcheck(curve, (steps,), check_forward_ad=True)
     assert gradgradcheck(curve, (steps,))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_backward_passes_of_forms_of_attend_leave_autocast(form):
+    function, change = FORMS[form]
+    x = change(arguments(signals(4, groups=1, per_channel=form == "channels")))
+    x = {name: y.float() if isinstance(y, Tensor) and name != "times" else y for name, y in x.items()}
+    leaves = {name: x[name].detach().requires_grad_() for name in "qkv"}
+    found = function(**(x | leaves), variance=True)
+    _assert_leaves_autocast([found.mean, found.variance], leaves)

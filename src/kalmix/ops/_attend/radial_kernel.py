@@ -16,6 +16,7 @@ from kalmix.ops._attend.query_blocks import map_query_blocks
 from kalmix.ops._attend.scores import LagVariance, NoiseParams, ScoreConfig, score_config, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.custom_op import recomputed_op
+from kalmix.ops._shared.products import product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -69,9 +70,11 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
         query_factor, key_factor = lag_variances[0].factors(floor)
 
         def products(x: Tensor, y: Tensor) -> Tensor:
+            result = product(x, y.mT)
             if carrier is None:
-                return x @ y.mT
-            return x @ y.mT + lag * ((carrier * x) @ times_i(y).mT) - lag.square() / 2 * ((carrier.square() * x) @ y.mT)
+                return result
+            first, second = product(carrier * x, times_i(y).mT), product(carrier.square() * x, y.mT)
+            return result + lag * first - lag.square() / 2 * second
 
         def squared_projection(x: Tensor) -> Tensor:
             """Return the squared dot product of the residual and x."""
@@ -95,10 +98,11 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
             log_precision = (log_weight - lag_variance.log(lag_variance.state)).masked_fill(masked, -torch.inf)
             variances.append(variance_from_log_precision(log_precision.logsumexp(-1, keepdim=True)))
         magnitude = (weights[0] * products(u, value)).sum(-1, keepdim=True)
-        step = weights[1] @ value
+        step = product(weights[1], value)
         if carrier is not None:
             weight_lag = weights[1] * lag
-            step = step + carrier * (weight_lag @ times_i(value)) - carrier.square() / 2 * ((weight_lag * lag) @ value)
+            first, second = product(weight_lag, times_i(value)), product(weight_lag * lag, value)
+            step = step + carrier * first - carrier.square() / 2 * second
         step = step - (u * step).sum(-1, keepdim=True) * u - (iu * step).sum(-1, keepdim=True) * iu
         mean = magnitude * unit_rows(token_values[:, :, queries] + step)
         if not variance:

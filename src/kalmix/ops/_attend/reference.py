@@ -11,6 +11,7 @@ from kalmix.ops._attend.dynamics import frequency_grad_carrier, times_i
 from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.scores import HeadParams, Scores, score_config, stack_head_params, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._shared.products import product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -26,9 +27,10 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     lag = (times[:, -tokens:, None] - times[:, None]).to(q.dtype)[:, None]
     squared_norms = q.square().sum(-1)[..., None], k.square().sum(-1)[..., None, :]
-    qk, carrier = q @ k.mT, frequency_grad_carrier(key_dynamics.frequency, q.dtype)
+    qk, carrier = product(q, k.mT), frequency_grad_carrier(key_dynamics.frequency, q.dtype)
     if carrier is not None:
-        qk = qk + lag * ((carrier * q) @ times_i(k).mT) - lag.square() / 2 * ((carrier.square() * q) @ k.mT)
+        first, second = product(carrier * q, times_i(k).mT), product(carrier.square() * q, k.mT)
+        qk = qk + lag * first - lag.square() / 2 * second
     scores = Scores.of(
         HeadParams.of(stack_head_params(key_dynamics, value_dynamics, weighting, q.dtype)),
         config,
@@ -39,7 +41,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
     masked = ~config.visible(rank[:, -tokens:], rank)
     weights = scores.score.masked_fill(masked, -torch.inf).log_softmax(-1) + scores.log_value_decay
     output, value_carrier = (
-        weights.exp() @ v,
+        product(weights.exp(), v),
         frequency_grad_carrier((key_dynamics if value_dynamics is None else value_dynamics).frequency, q.dtype),
     )
     if value_carrier is not None:
@@ -48,7 +50,8 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
             value_carrier.repeat(1, 1, v.shape[-1] // value_carrier.shape[-1]),
             weights.exp() * lag,
         )
-        output = output + value_carrier * (weight_lag @ rotated) - value_carrier.square() / 2 * ((weight_lag * lag) @ v)
+        first, second = product(weight_lag, rotated), product(weight_lag * lag, v)
+        output = output + value_carrier * first - value_carrier.square() / 2 * second
     output = output.transpose(1, 2)
     if not variance:
         return output, None

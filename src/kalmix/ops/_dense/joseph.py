@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kalmix.ops._shared.products import product
+
 
 def joseph_update(
     covariance: Tensor,
@@ -28,9 +30,10 @@ def joseph_update(
         keys: `[..., L, K]`.
         noise: `[..., L, L]`, Cov(e).
     """
-    cross_cov = (
-        transition_cov @ keys.mT if noise_cross_cov is None else torch.baddbmm(noise_cross_cov, transition_cov, keys.mT)
-    )
+    if noise_cross_cov is None:
+        cross_cov = product(transition_cov, keys.mT)
+    else:
+        cross_cov = torch.baddbmm(noise_cross_cov, transition_cov, keys.mT)
     cross_cov = subtract_product(cross_cov, gain, noise)
     return symmetrize(subtract_product(covariance, cross_cov, gain.mT))
 

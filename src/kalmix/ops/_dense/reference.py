@@ -11,6 +11,7 @@ from torch import Tensor
 from kalmix.beliefs import DenseBelief
 from kalmix.ops._dense.joseph import joseph_update, subtract_product
 from kalmix.ops._dense.signals import DenseSignals
+from kalmix.ops._shared.products import product
 from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -58,12 +59,13 @@ def _step(
     covariance = (
         decay * _rotate((decay * _rotate(belief.covariance, *rotation)).mT, *rotation) + process_cov
     )  # P is symmetric
-    cov_key = covariance @ key
-    gain = cov_key / (noise + key.mT @ cov_key)
-    mean = mean + gain * (value - key.mT @ mean)
+    cov_key = product(covariance, key)
+    gain = cov_key / (noise + product(key.mT, cov_key))
+    mean = mean + gain * (value - product(key.mT, mean))
     transition_cov = subtract_product(covariance, gain, cov_key.mT)
     covariance = joseph_update(transition_cov, transition_cov, None, gain, key.mT, noise)
-    return ((query.mT @ mean)[..., 0, :], (query.mT @ covariance @ query)[..., 0]), DenseBelief(mean, covariance)
+    variance = product(product(query.mT, covariance), query)
+    return (product(query.mT, mean)[..., 0, :], variance[..., 0]), DenseBelief(mean, covariance)
 
 
 def _rotate(rows: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:

@@ -12,6 +12,8 @@ from kalmix.errors import KernelError
 from kalmix.ops._ridge.linear_solvers import Matrices, Rho, Scale, chebyshev_weights, solve
 from kalmix.ops._ridge.solvers import Chebyshev, Solver
 from kalmix.ops._shared.custom_op import once_differentiable
+from kalmix.ops._shared.products import product
+from kalmix.types import without_autocast
 from kalmix.validation import in_transform
 
 _UNROLLED, _IMPLICIT = "Chebyshev(backward='unrolled')", "backward='implicit'"
@@ -63,7 +65,8 @@ class _Implicit(torch.autograd.Function):
 
     @staticmethod
     def forward(matrix: Tensor, rhs: Tensor, rho: Tensor, solver: Solver) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return solve(solver, Matrices(matrix), rhs, rho)
+        with without_autocast(rhs.device):  # `backward`, which may be called under autocast, solves a system, too
+            return solve(solver, Matrices(matrix), rhs, rho)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -88,7 +91,7 @@ class _ImplicitForward(_Implicit):
     @staticmethod
     def jvp(ctx: Any, matrix_tangent: Tensor, rhs_tangent: Tensor, *_: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, x, rho = ctx.saved_tensors
-        return _implicit(matrix, rhs_tangent - Matrices(matrix_tangent).apply(x), rho, ctx.solver)
+        return _implicit(matrix, rhs_tangent - product(matrix_tangent, x[..., None])[..., 0], rho, ctx.solver)
 
 
 class _Unrolled(torch.autograd.Function):
@@ -122,7 +125,11 @@ class _Unrolled(torch.autograd.Function):
     @once_differentiable(_UNROLLED, _IMPLICIT)
     def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         matrix, rhs, rho, *checkpoints = ctx.saved_tensors
-        apply, weights = Matrices(matrix).apply, chebyshev_weights(rho, ctx.iterations)
+        weights = chebyshev_weights(rho, ctx.iterations)
+
+        def apply(x: Tensor) -> Tensor:
+            return product(matrix, x[..., None])[..., 0]
+
         grad_matrix, grad_rhs = torch.zeros_like(matrix), torch.zeros_like(rhs)
         grad_rho, grad_next_weight = torch.zeros_like(rho), torch.zeros_like(rho)
         next_weight, grad_next = torch.zeros_like(rho), torch.zeros_like(grad_x)  # of step i + 1

@@ -13,6 +13,7 @@ from kalmix.ops._ridge.dense_solve import solve_differentiable
 from kalmix.ops._ridge.linear_solvers import frobenius_norm, ridge_strength, spectrum_scale
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.solvers import Ridge, Solver
+from kalmix.ops._shared.products import product
 from kalmix.ops._shared.step_loop import Readouts, fill_outside, optional_segment_ids, run_steps
 from kalmix.segments import Segments
 from kalmix.types import Filtered
@@ -42,7 +43,8 @@ def ridge(
         norm = frobenius_norm(gram.square().sum((-2, -1)))[..., None]
         x = solve_differentiable(solver, gram, ridge_strength(ridge, norm), spectrum_scale(ridge, norm), query)
         reader = torch.lerp(query, x, token_mix)
-        return ((reader[..., None, :] @ cross)[..., 0, :], (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
+        mean = product(reader[..., None, :], cross)[..., 0, :]
+        return (mean, (query * x).sum(-1, keepdim=True)), RidgeBelief(cross, gram)
 
     outputs, final = run_steps(step, belief, tokens, segment_ids)
     return Filtered(outputs[0].to(v.dtype), outputs[1] if variance else None, final)

@@ -15,6 +15,7 @@ from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.query_blocks import map_query_blocks
 from kalmix.ops._attend.scores import LagVariance, NoiseParams, score_config, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
+from kalmix.ops._shared.products import product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -58,12 +59,12 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
         scores = temperature * (log_weight - value_var.log(value_var.total))
         weights = (scores.masked_fill(masked, -torch.inf).log_softmax(-2) - value_noise.rate * lag).exp()
         value = v[:, :, slots]
-        mean = torch.einsum("lhtsd,lhsgxd->lthgxd", weights, value)
+        mean = _weighted_sum(weights, value)
         if value_carrier is not None:
             real, imaginary = value.unbind(-2)
             rotated_value, shift = torch.stack([-imaginary, real], -2), value_carrier * lag
-            mean = mean + torch.einsum("lhtsd,lhsgxd->lthgxd", shift * weights, rotated_value)
-            mean = mean - torch.einsum("lhtsd,lhsgxd->lthgxd", shift.square() / 2 * weights, value)
+            mean = mean + _weighted_sum(shift * weights, rotated_value)
+            mean = mean - _weighted_sum(shift.square() / 2 * weights, value)
         mean = mean.flatten(3)
         if not variance:
             return (mean,)
@@ -73,6 +74,12 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
     elements_per_query = q.shape[0] * q.shape[1] * k.shape[2] * max(width, q.shape[-1])
     mean, *output_variance = map_query_blocks(attend_block, config, rank, q.shape[2], elements_per_query)
     return mean, output_variance[0] if variance else None
+
+
+def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
+    """Sum values `[L, H, s, G, 2, D]` with weights `[L, H, t, s, D]`; return `[L, t, H, G, 2, D]`."""
+    rows = product(weights.movedim(-1, 2), value.flatten(3, 4).movedim(-1, 2))  # [L, H, D, t, 2 G]
+    return rows.permute(0, 3, 1, 4, 2).unflatten(3, value.shape[3:5])
 
 
 def _carrier(frequency: Tensor, dtype: torch.dtype) -> Tensor | None:
