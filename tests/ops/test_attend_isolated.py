@@ -134,9 +134,13 @@ def test_shared_slots_of_other_sequences_stay_masked(op: Op) -> None:
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("entries", [1, 10**6], ids=["many tiles", "one tile"])
+@pytest.mark.parametrize(
+    ("kernel", "entries"),
+    [("chunked", 1), ("chunked", 10**6), ("reference", 1), ("radial", 1), ("channels", 1)],
+    ids=["many tiles", "one tile", "reference", "radial", "channels"],
+)
 def test_products_with_an_upstream_gradient_that_overflow_change_no_other_sequence(
-    options: dict[str, Any], entries: int, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], kernel: str, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values and upstream gradients are finite."""
     monkeypatch.setattr(tiles, "QUERY_TILE", 4 if entries == 1 else 64)
@@ -144,7 +148,7 @@ def test_products_with_an_upstream_gradient_that_overflow_change_no_other_sequen
     found = []
     for fill in (1e308, 1.0):
         given = with_gradients(signals(groups=1))
-        outputs = mean_var(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options))
+        outputs = mean_var(OPS[kernel](given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options))
         weights = [_spoil(torch.ones_like(y), fill, SPOILED) for y in outputs]
         found.append(torch.autograd.grad(outputs, [given[name] for name in "qkv"], weights))
     for got, want in zip(*found, strict=True):
@@ -152,14 +156,18 @@ def test_products_with_an_upstream_gradient_that_overflow_change_no_other_sequen
             assert torch.equal(got[row, start:stop], want[row, start:stop])
 
 
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("kernel", OPS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_nonfinite_upstream_gradient_changes_no_other_sequence(value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nonfinite_upstream_gradient_changes_no_other_sequence(
+    value: float, kernel: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Values are finite. The gradient of frequencies, which all sequences share, is NaN."""
     monkeypatch.setattr(tiles, "QUERY_TILE", 4)
     found = []
     for fill in (value, 1.0):
         given = with_gradients(signals(groups=1))
-        outputs = mean_var(OPS["chunked"](given, segments=Segments.of(torch.tensor(RUNS)), variance=True))
+        outputs = mean_var(OPS[kernel](given, segments=Segments.of(torch.tensor(RUNS)), variance=True, **options))
         weights = [_spoil(torch.ones_like(y), fill, SPOILED) for y in outputs]
         found.append(torch.autograd.grad(outputs, [given[name] for name in ("q", "k", "v", "frequency")], weights))
     for got, want in zip(*(x[:3] for x in found), strict=True):

@@ -1,12 +1,13 @@
-"""Matrix products of kernels with plain autograd: derivatives of every order, and autocast."""
+"""Matrix products of kernels with plain autograd: derivatives of every order, autocast, and NaN upstream."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
-from kalmix.ops._shared.products import product
+from kalmix.ops._shared.products import masked_product, product
 
 Factors = tuple[Tensor, Tensor]
 
@@ -17,11 +18,12 @@ def factors(dtype: torch.dtype = torch.float64) -> Factors:
     return x.requires_grad_(), y.requires_grad_()
 
 
-def test_derivatives_of_every_order():
+@pytest.mark.parametrize("function", [product, masked_product])
+def test_derivatives_of_every_order(function):
     inputs = factors()
-    assert torch.equal(product(*inputs), inputs[0] @ inputs[1])
-    assert gradcheck(product, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
-    assert gradgradcheck(product, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
+    assert torch.equal(function(*inputs), inputs[0] @ inputs[1])
+    assert gradcheck(function, inputs, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True)
+    assert gradgradcheck(function, inputs, check_fwd_over_rev=True, check_rev_over_rev=True)
 
 
 def test_transforms():
@@ -43,3 +45,14 @@ def test_first_and_second_derivatives_leave_autocast():
         return [*first, *second]
 
     assert all(map(torch.equal, derivatives(True), derivatives(False)))
+
+
+def test_a_masked_row_with_nan_upstream_adds_nothing():
+    weights, y = factors()
+    with torch.no_grad():
+        weights[:, 0] = 0
+    upstream = torch.ones(2, 3, 5, dtype=torch.float64)
+    upstream[:, 0, 2] = torch.nan
+    grad_weights, grad_y = torch.autograd.grad(masked_product(weights, y), (weights, y), upstream)
+    torch.testing.assert_close(grad_y, (weights.mT @ torch.ones_like(upstream)).detach())
+    assert grad_weights[:, 0].isnan().all() and grad_weights[:, 1:].isfinite().all()

@@ -16,7 +16,7 @@ from kalmix.ops._attend.query_blocks import map_query_blocks
 from kalmix.ops._attend.scores import LagVariance, NoiseParams, ScoreConfig, score_config, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._shared.custom_op import recomputed_op
-from kalmix.ops._shared.products import product
+from kalmix.ops._shared.products import masked_product, product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -97,11 +97,11 @@ def _attend_tensors(tensors: list[Tensor], options: list[int]) -> tuple[Tensor, 
             weights.append((score.log_softmax(-1) - rate * lag).exp())
             log_precision = (log_weight - lag_variance.log(lag_variance.state)).masked_fill(masked, -torch.inf)
             variances.append(variance_from_log_precision(log_precision.logsumexp(-1, keepdim=True)))
-        magnitude = (weights[0] * products(u, value)).sum(-1, keepdim=True)
-        step = product(weights[1], value)
+        magnitude = (weights[0] * products(u, value).masked_fill(masked, 0)).sum(-1, keepdim=True)
+        step = masked_product(weights[1], value)
         if carrier is not None:
             weight_lag = weights[1] * lag
-            first, second = product(weight_lag, times_i(value)), product(weight_lag * lag, value)
+            first, second = masked_product(weight_lag, times_i(value)), masked_product(weight_lag * lag, value)
             step = step + carrier * first - carrier.square() / 2 * second
         step = step - (u * step).sum(-1, keepdim=True) * u - (iu * step).sum(-1, keepdim=True) * iu
         mean = magnitude * unit_rows(token_values[:, :, queries] + step)

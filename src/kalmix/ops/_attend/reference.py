@@ -11,7 +11,7 @@ from kalmix.ops._attend.dynamics import frequency_grad_carrier, times_i
 from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.scores import HeadParams, Scores, score_config, stack_head_params, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.products import product
+from kalmix.ops._shared.products import masked_product, product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -41,7 +41,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
     masked = ~config.visible(rank[:, -tokens:], rank)
     weights = scores.score.masked_fill(masked, -torch.inf).log_softmax(-1) + scores.log_value_decay
     output, value_carrier = (
-        product(weights.exp(), v),
+        masked_product(weights.exp(), v),
         frequency_grad_carrier((key_dynamics if value_dynamics is None else value_dynamics).frequency, q.dtype),
     )
     if value_carrier is not None:
@@ -50,7 +50,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
             value_carrier.repeat(1, 1, v.shape[-1] // value_carrier.shape[-1]),
             weights.exp() * lag,
         )
-        first, second = product(weight_lag, rotated), product(weight_lag * lag, v)
+        first, second = masked_product(weight_lag, rotated), masked_product(weight_lag * lag, v)
         output = output + value_carrier * first - value_carrier.square() / 2 * second
     output = output.transpose(1, 2)
     if not variance:

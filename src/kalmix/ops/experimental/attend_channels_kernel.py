@@ -15,7 +15,7 @@ from kalmix.ops._attend.kv_layout import KVLayout
 from kalmix.ops._attend.query_blocks import map_query_blocks
 from kalmix.ops._attend.scores import LagVariance, NoiseParams, score_config, variance_from_log_precision
 from kalmix.ops._attend.signals import AttendSignals
-from kalmix.ops._shared.products import product
+from kalmix.ops._shared.products import masked_product
 from kalmix.segments import Segments
 from kalmix.types import Filtered
 
@@ -78,7 +78,7 @@ def _attend(layout: KVLayout, signals: AttendSignals, variance: bool) -> tuple[T
 
 def _weighted_sum(weights: Tensor, value: Tensor) -> Tensor:
     """Sum values `[L, H, s, G, 2, D]` with weights `[L, H, t, s, D]`; return `[L, t, H, G, 2, D]`."""
-    rows = product(weights.movedim(-1, 2), value.flatten(3, 4).movedim(-1, 2))  # [L, H, D, t, 2 G]
+    rows = masked_product(weights.movedim(-1, 2), value.flatten(3, 4).movedim(-1, 2))  # [L, H, D, t, 2 G]
     return rows.permute(0, 3, 1, 4, 2).unflatten(3, value.shape[3:5])
 
 
