@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kalmix import ArgumentError
 from kalmix.training.shards import Preparation, prepare
 from kalmix_bench.datasets import corpus_pieces
 from kalmix_bench.datasets.corpus_pieces import documents, pack
@@ -61,6 +62,23 @@ def test_the_first_piece_alone_has_the_same_documents_at_each_level(corpus: Path
 def test_a_piece_above_the_limit_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="--pieces 2"):
         pack(corpus, tmp_path / "out", limit=LIMIT, pieces=1, vocab_size=300)
+
+
+@pytest.mark.parametrize("option", ["--write", "--pieces", "--limit"])
+def test_the_command_refuses_0(
+    option: str, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["corpus_pieces", str(corpus), "--output", str(tmp_path / "out"), option, "0"])
+    with pytest.raises(SystemExit) as stopped:
+        corpus_pieces.main()
+    assert stopped.value.code == 2 and not (tmp_path / "out").exists()
+    assert f"error: {option} is 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("sizes", [{"written_pieces": 0}, {"pieces": 0}])
+def test_0_pieces_are_refused(sizes: dict[str, int], corpus: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match=f"`{next(iter(sizes))}` is 0; expected a positive integer"):
+        pack(corpus, tmp_path / "out", **{"limit": LIMIT, "pieces": None} | sizes)
 
 
 def test_each_piece_alone_gives_shards_with_held_out_documents(corpus: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from kalmix.files import replace_file, sync_tree, write_text
 from kalmix.training.shards.documents import FileSlice, file_kind, read_slice
 from kalmix.training.shards.tokenize_part import is_held_out
 from kalmix.training.shards.tokenizer import SAMPLE_BYTES, new_tokenizer
+from kalmix.validation import check_positive_int
 
 HELD_OUT = 0.01  # pass the same fraction to `kalmix data prepare`
 VOCAB_SIZE = 16384
@@ -117,8 +118,12 @@ def pack(
         written_pieces: number of pieces to write, the first ones; `None` writes all.
 
     Raises:
+        ArgumentError: `pieces` or `written_pieces` is not positive.
         SystemExit: a piece is larger than `limit`, or a document cannot be read.
     """
+    for name, number in {"pieces": pieces, "written_pieces": written_pieces}.items():
+        if number is not None:
+            check_positive_int(name, number)
     (output / "text").mkdir(parents=True, exist_ok=True)
     if not (output / "tokenizer" / "tokenizer.json").exists():
         train_tokenizer(corpus, output / "tokenizer", vocab_size, HELD_OUT)
@@ -150,6 +155,10 @@ def main() -> None:
     options.add_argument("--write", type=int, help="number of pieces to write, the first ones; default: all")
     options.add_argument("--level", type=int, choices=range(10), default=LEVEL, help="level of compression; default: 9")
     given = options.parse_args()
+    for name in ("limit", "pieces", "write"):
+        number = getattr(given, name)
+        if number is not None and number <= 0:
+            options.error(f"--{name} is {number}; expected a positive number")
     sizes = {"limit": int(given.limit * 2**20), "pieces": given.pieces, "written_pieces": given.write}
     pack(given.corpus, given.output, **sizes, level=given.level)
 
