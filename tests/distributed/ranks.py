@@ -201,7 +201,11 @@ def hybrid_model():
 
     torch.manual_seed(0)
     layers = ["kla", {"mixer": "bayesian", "heads": 2}, {"mixer": "attention", "heads": 2}]
-    model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=layers)).double().train()
+    model = (
+        KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=layers, initializer_range=0.5))
+        .double()
+        .train()
+    )
     ids = torch.randint(17, (2, 16))
     labels = torch.cat([ids[:, 1:], torch.full_like(ids[:, :1], -100)], 1)
     count = int((labels >= 0).sum())

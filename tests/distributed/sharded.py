@@ -64,7 +64,9 @@ def build(layers: list[Any] | None = None, **options: Any) -> KalmixForCausalLM:
     torch.manual_seed(0)
     settings: dict[str, Any] = {"gated-kalmanet": {"ridge": 0.1}, "design": {"design": "kla"}}
     layers = layers or [{"mixer": name, **settings.get(name, {})} for name in MIXERS]
-    config = KalmixConfig(vocab_size=17, hidden_size=16, layers=layers, num_attention_heads=2, **options)
+    config = KalmixConfig(
+        vocab_size=17, hidden_size=16, layers=layers, num_attention_heads=2, initializer_range=0.5, **options
+    )
     return KalmixForCausalLM(config).train()
 
 

@@ -133,7 +133,9 @@ def check_samples(folder: Any) -> None:
     for mixer in ("kla", "bayesian", "afa"):
         torch.manual_seed(0)
         options = {"loss": "marginal", "predict": "marginal", "propagate": "sample", "num_attention_heads": 2}
-        model = KalmixForCausalLM(KalmixConfig(vocab_size=17, hidden_size=16, layers=[mixer, mixer], **options))
+        model = KalmixForCausalLM(
+            KalmixConfig(vocab_size=17, hidden_size=16, layers=[mixer, mixer], initializer_range=0.5, **options)
+        )
         model = model.double()
         found = []
         for shard in (False, True):
@@ -171,7 +173,7 @@ def check_model(folder: Any) -> None:
     """`from_pretrained(tp_plan="auto")`: loss, gradients, a step of AdamW with clipping, generation, and saving."""
     torch.manual_seed(0)
     layers = ["kla", "gated-deltanet", "bayesian", "gated-kalmanet", "attention", "afa"]
-    config = KalmixConfig(vocab_size=17, hidden_size=16, layers=layers, num_attention_heads=2)
+    config = KalmixConfig(vocab_size=17, hidden_size=16, layers=layers, num_attention_heads=2, initializer_range=0.5)
     if distributed.get_rank() == 0:
         KalmixForCausalLM(config).save_pretrained(folder / "model")
     distributed.barrier()

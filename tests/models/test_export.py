@@ -19,7 +19,9 @@ FAST_PREFILL = {"afa"}
 )
 def test_exported_model_serves_all_batch_sizes_and_lengths(name, strict):
     torch.manual_seed(0)
-    model = KalmixForCausalLM(KalmixConfig(vocab_size=32, hidden_size=16, layers=[name] * 2)).eval()
+    model = KalmixForCausalLM(
+        KalmixConfig(vocab_size=32, hidden_size=16, layers=[name] * 2, initializer_range=0.5)
+    ).eval()
     dynamic = {"input_ids": {0: Dim("batch"), 1: Dim("length")}, "use_cache": None}
     example = {"input_ids": torch.randint(2, 32, (2, 8)), "use_cache": False}
     exported = export(model, (), example, dynamic_shapes=dynamic, strict=strict).module()
@@ -49,7 +51,9 @@ class Prefill(torch.nn.Module):
 def test_exported_prefill_of_padded_prompts_returns_the_cache_of_the_model(name):
     """The longest prompt is shorter than a row, which exported code cannot know."""
     torch.manual_seed(0)
-    model = Prefill(KalmixForCausalLM(KalmixConfig(vocab_size=32, hidden_size=16, layers=[name])).eval())
+    model = Prefill(
+        KalmixForCausalLM(KalmixConfig(vocab_size=32, hidden_size=16, layers=[name], initializer_range=0.5)).eval()
+    )
     mask = torch.tensor([[1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0]])
     given = (torch.randint(2, 32, (2, 7)), mask)
     exported = export(model, given, dynamic_shapes=({1: Dim("length")},) * 2).module()

@@ -20,7 +20,9 @@ LAYERS = ["kla", "attention", "bayesian"]
 
 def build(**options: Any) -> KalmixForCausalLM:
     torch.manual_seed(0)
-    return KalmixForCausalLM(KalmixConfig(vocab_size=40, hidden_size=16, layers=LAYERS, **options))
+    return KalmixForCausalLM(
+        KalmixConfig(vocab_size=40, hidden_size=16, layers=LAYERS, initializer_range=0.5, **options)
+    )
 
 
 def test_plan_names_every_module_with_parameters():

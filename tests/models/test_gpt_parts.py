@@ -64,6 +64,19 @@ def test_model_with_zero_weights_begins_with_a_uniform_prediction(tmp_path: Path
         torch.testing.assert_close(loaded.state_dict()[name], value)
 
 
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_outputs_of_blocks_begin_as_large_as_embeddings(blocks: int) -> None:
+    """Otherwise little would be left of the current token after the first block, and training would begin slowly."""
+    layers = ["kla", "afa", "attention"] * blocks  # without an MLP, with biases, with an MLP
+    sizes = {"vocab_size": 40, "hidden_size": 64, "num_attention_heads": 2, "initializer_range": 0.1}
+    model = KalmixForCausalLM(KalmixConfig(layers=layers, **sizes))
+    parts = [part for block in model.model.layers for part in (block.mixer, block.mlp) if part is not None]
+    assert 3 * blocks < len(parts) < 6 * blocks
+    outputs = [part.out_proj(torch.randn(100, part.out_proj.in_features)) for part in parts]
+    assert sum(outputs).std().item() == pytest.approx(0.1, rel=0.1)
+    assert model.model.embed_tokens.weight.std().item() == pytest.approx(0.1, rel=0.1)
+
+
 def test_embeddings_are_normed() -> None:
     model, ids = make(embedding_norm=True), torch.randint(40, (1, 7))
     x = model(ids, output_hidden_states=True).hidden_states[0]

@@ -83,7 +83,7 @@ def test_marginal_loss_takes_the_next_token_behind_a_hole():
     """The losses draw different samples of the same posteriors."""
     ids = tokens(2, 9)
     torch.manual_seed(0)
-    marginal = build(["kla"], loss="marginal", loss_samples=100).train()
+    marginal = build(["kla"], loss="marginal", loss_samples=400).train()
     padded = marginal(ids, attention_mask=HOLES[:2], labels=ids).loss
     torch.manual_seed(0)
     rows = [ids[row, HOLES[row]] for row in range(2)]

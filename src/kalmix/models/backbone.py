@@ -155,16 +155,18 @@ class KalmixPreTrainedModel(PreTrainedModel):
                     nn.init.zeros_(weight)
                 else:
                     nn.init.normal_(weight, std=self.config.initializer_range)
-        elif self.config.zero_init and self._projects_out(module):
-            for weight in module.parameters():
-                nn.init.zeros_(weight)
+        elif isinstance(module, nn.Linear) and module in (projections := self._output_projections()):
+            scale = 0.0 if self.config.zero_init else (module.in_features * len(projections)) ** -0.5
+            nn.init.normal_(module.weight, std=scale * self.config.initializer_range)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif callable(reset := getattr(module, "reset_parameters", None)):
             reset()
 
-    def _projects_out(self, module: nn.Module) -> bool:
-        """Return whether `module` is the output projection of a mixer or an MLP."""
+    def _output_projections(self) -> list[nn.Linear]:
+        """Return the output projections of mixers and MLPs."""
         parts = (part for block in self.modules() if isinstance(block, Block) for part in (block.mixer, block.mlp))
-        return any(getattr(part, "out_proj", None) is module for part in parts)
+        return [projection for part in parts if (projection := getattr(part, "out_proj", None)) is not None]
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
