@@ -32,6 +32,7 @@ CASES = {  # a call that runs each op, forward and backward
 }
 WITHOUT_BACKWARD = {"attend_segment_slots", "ridge_chunked"}
 GRADIENTS_IN_FORWARD = {"linear_cross_entropy"}
+CONSTANTS = {"rotary_frequencies": (3, 1e4, torch.device(DEVICES[-1]))}  # op without tensors -> its arguments
 
 
 def head() -> tuple[Tensor, ...]:
@@ -110,10 +111,9 @@ def _registered() -> set[str]:
 
 def test_every_registered_op_has_a_case():
     found = {name.removesuffix("_backward") for name in _registered()}
-    assert found == {*CASES, *FUSED, *RECOMPUTED}
-    assert {
-        name for name in found if f"{name}_backward" not in _registered()
-    } == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD
+    assert found == {*CASES, *FUSED, *RECOMPUTED, *CONSTANTS}
+    without = {name for name in found if f"{name}_backward" not in _registered()}
+    assert without == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD | CONSTANTS.keys()
 
 
 def _check(op: Any, arguments: tuple[Any, ...], **options: Any) -> None:
@@ -177,6 +177,11 @@ def test_fused_op_passes_opcheck(name, strided):
     assert calls.keys() == {name, f"{name}_backward"} - {f"{x}_backward" for x in GRADIENTS_IN_FORWARD}
     for called in calls.values():
         _check(*called, **({"test_utils": "test_faketensor"} if strided else {}))
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_constant_passes_opcheck(name):
+    _check(getattr(torch.ops.kalmix, name).default, CONSTANTS[name])
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
