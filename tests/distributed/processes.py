@@ -10,22 +10,21 @@ from typing import Any
 
 from torch import multiprocessing
 
-CRASH = "SIGSEGV"
-
 
 def run_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
     """Call `function(rank, world, folder, *arguments)` in `world` processes, and wait for them.
 
-    If a process crashes, warn and try once more from the same files. PyTorch 2.13 crashed in 2 of the first 35 runs of
-    CI: in a thread that runs no Python, as rank 0 began `all_gather` with gloo. kalmix has no native code on CPUs. Each
-    process prints the native stacks of its threads if it crashes (see `ranks.start`). Exceptions fail at once.
+    If a process crashes, warn and try once more from the same files. PyTorch 2.13 crashed in two runs of CI. In the
+    second, which has a trace, it was in a thread that runs no Python, as rank 0 began to gather tensors with gloo.
+    kalmix has no native code on CPUs. Each process prints the native stacks of its threads if it crashes (see
+    `ranks.start`). Exceptions fail at once.
     """
     copy = folder.with_name(f"{folder.name}-before")
     shutil.copytree(folder, copy)
     try:
         multiprocessing.spawn(function, (world, str(folder), *arguments), world)
     except multiprocessing.ProcessExitedException as error:
-        if error.signal_name != CRASH:
+        if error.signal_name != "SIGSEGV":
             raise
         warnings.warn(f"{function.__name__}: {error}; trying once more", stacklevel=2)
         shutil.rmtree(folder)

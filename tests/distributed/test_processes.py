@@ -9,7 +9,7 @@ from torch import multiprocessing
 
 from distributed.processes import run_ranks
 
-pytestmark = pytest.mark.slow  # starting processes takes a second or two
+pytestmark = pytest.mark.slow  # each test takes 3 to 7 seconds
 
 
 def crash(rank: int, world: int, folder: str, times: int) -> None:

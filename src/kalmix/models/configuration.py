@@ -65,12 +65,12 @@ class KalmixConfig(PreTrainedConfig):
         embedding_norm: apply an RMS norm to embedded tokens.
         logit_cap: limit of the logits z, which then are cap tanh(z / cap). `None` for no limit.
         zero_init: initialize the head, and the output projections of mixers and MLPs, with zeros. A head that is tied
-            to the embeddings has their weights instead. By default, these projections begin so small that the sum of
-            their outputs, for inputs of variance 1, is about as large as an embedding.
+            to the embeddings has their weights instead.
         max_position_embeddings: longest input in tokens that programs such as evaluation harnesses should pass at once.
             The model does not depend on it, and has no limit.
-        initializer_range: standard deviation with which embeddings and heads are initialized, and which the sum of the
-            outputs of mixers and MLPs has at first (see `zero_init`).
+        initializer_range: standard deviation with which embeddings and heads are initialized. Without `zero_init`, the
+            output projections of mixers and MLPs begin so small that the sum of their outputs has it, too, for inputs
+            of variance 1.
         tie_word_embeddings: share the embedding's weight with the head.
         norm_eps: epsilon of all norms outside the mixers.
         propagate: read-out that blocks pass on in training: "mean", or "sample", one sample of the posterior per token
