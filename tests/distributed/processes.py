@@ -10,6 +10,9 @@ from typing import Any
 
 from torch import multiprocessing
 
+# Ranks are forked from one process that has imported these modules, since importing them takes longer than most tests.
+multiprocessing.set_forkserver_preload(["accelerate", "kalmix.models", "kalmix.training.run", "torch.distributed.fsdp"])
+
 
 def run_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
     """Call `function(rank, world, folder, *arguments)` in `world` processes, and wait for them.
@@ -22,13 +25,17 @@ def run_ranks(function: Callable[..., None], world: int, folder: Path, *argument
     copy = folder.with_name(f"{folder.name}-before")
     shutil.copytree(folder, copy)
     try:
-        multiprocessing.spawn(function, (world, str(folder), *arguments), world)
+        fork(function, world, folder, *arguments)
     except multiprocessing.ProcessExitedException as error:
         if error.signal_name != "SIGSEGV":
             raise
         warnings.warn(f"{function.__name__}: {error}; trying once more", stacklevel=2)
         shutil.rmtree(folder)
         shutil.copytree(copy, folder)
-        multiprocessing.spawn(function, (world, str(folder), *arguments), world)
+        fork(function, world, folder, *arguments)
     finally:
         shutil.rmtree(copy)
+
+
+def fork(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
+    multiprocessing.start_processes(function, (world, str(folder), *arguments), world, start_method="forkserver")

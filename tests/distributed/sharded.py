@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import traceback
 import warnings
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from transformers import TrainerCallback
 from distributed.fsdp_on_cpu import allow_fsdp_on_cpu
 from distributed.ranks import start
 from kalmix import ArgumentError
+from kalmix.cli import main
 from kalmix.distributed import shard_dynamics
 from kalmix.distributed.sharding import DYNAMICS
 from kalmix.layers import MIXERS
@@ -244,6 +246,18 @@ def train_replicated(rank: int, world: int, folder: str) -> None:
     """Train by `replicated_recipe` with DDP."""
     join(rank, world, folder)
     train(replicated_recipe(folder), Path(folder) / "replicated")
+    distributed.destroy_process_group()
+
+
+def run_command(rank: int, world: int, folder: str, *command: str) -> None:
+    """Run a command of kalmix in `folder`."""
+    join(rank, world, folder)
+    os.chdir(folder)
+    sys.argv = ["kalmix", *command]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, f"`kalmix {' '.join(command)}` ended with {ended.code}"
     distributed.destroy_process_group()
 
 

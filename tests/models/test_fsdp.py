@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
+from distributed.processes import run_ranks
+from distributed.sharded import join
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 
 LAYERS = ["kla", "attention", "bayesian"]
@@ -41,14 +41,12 @@ def test_plan_of_tensor_parallelism_names_the_tied_head():
 @pytest.mark.parametrize("tied", [False, True])
 def test_two_processes_compute_the_gradients_of_one(tied: bool, tmp_path: Path):
     build(tie_word_embeddings=tied).save_pretrained(tmp_path)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    result = subprocess.run([*torchrun, __file__, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
+    run_ranks(compare_with_whole_model, 2, tmp_path)
 
 
-def check_one_rank(folder: str) -> None:
+def compare_with_whole_model(rank: int, world: int, folder: str) -> None:
     """Compare gradients and generated tokens of a sharded model with those of a whole one."""
-    torch.distributed.init_process_group("gloo")
+    join(rank, world, folder)
     ids = torch.randint(0, 40, (2, 9), generator=torch.Generator().manual_seed(0))
     whole = KalmixForCausalLM.from_pretrained(folder)
     sharded = KalmixForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
@@ -66,7 +64,3 @@ def gradients(model: KalmixForCausalLM, ids: Tensor, **options: bool) -> dict[st
     model(ids, labels=ids, **options).loss.backward()
     found = {name: x.grad for name, x in model.named_parameters()}
     return {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
-
-
-if __name__ == "__main__":
-    check_one_rank(sys.argv[1])

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed import sharded
+from distributed.processes import run_ranks
 from kalmix.training.checkpoints import list_checkpoints
 from kalmix.training.recipe_files import read_recipe
 from kalmix.training.run import train
@@ -72,14 +74,10 @@ eval_tokens = 0
 def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "recipe.toml").write_text(RECIPE.format(shards=str(shards), packing=packing))
     alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = ["pretrain", "recipe.toml", "--set", "context_parallel=2", "--output", "both"]
     if packing == "stream":
         command += ["--set", "context_layout=head-tail", "--set", "context_attention=ring"]
-    result = subprocess.run(
-        [*torchrun, "-m", "kalmix.cli", *command], cwd=tmp_path, capture_output=True, text=True, check=False
-    )
-    assert result.returncode == 0, result.stderr
+    run_ranks(sharded.run_command, 2, tmp_path, *command)
     rows = [row for row in json.loads((tmp_path / "both" / "history.json").read_text()) if "loss" in row]
     expected = [row for row in alone.history if "loss" in row]
     for name in ("loss", "grad_norm", "tokens"):
