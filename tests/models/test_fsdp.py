@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from distributed.processes import run_ranks
+from distributed.sharded import join
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from distributed.processes import run_ranks
-from distributed.sharded import join
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 
 LAYERS = ["kla", "attention", "bayesian"]

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
-
 from distributed import sharded
 from distributed.processes import run_ranks
+
 from kalmix.training.checkpoints import list_checkpoints
 from kalmix.training.recipe_files import read_recipe
 from kalmix.training.run import train
