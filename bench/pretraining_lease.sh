@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Time pretraining from shards, 340M parameters, on one GPU and on all, beside Llama and flash-linear-attention (fla), on
-# a machine with four GPUs and without a network that is lent for ten minutes. Run it from the root of the repository:
+# a machine with several GPUs and without a network that is lent for ten minutes. Run it from the root of the repository:
 #
 #     O=$OUT COMMIT=ID bash bench/pretraining_lease.sh
 #
 # Leaves $O/pretraining.jsonl, with a row per model, mode and number of GPUs, and $O/pretraining.log.
-# 1. On one GPU each, at once: kla, kda | gated-deltanet, the same compiled | llama, the same compiled | fla gated-deltanet.
+# 1. On one GPU each, until ALONE seconds: every free GPU takes the next row of the list `single`.
 # 2. On all GPUs, one after the other: gated-deltanet, llama, kla, fla gated-deltanet.
 # fla tunes its kernels in its first step, which took 205 s on an H200. Stage 2 finds the results in Triton's cache.
 # CARRIED (default .gpu) has what the machine lacks: whl/*.whl, fla.txz (fla-core, flash-linear-attention and tilelang,
@@ -69,20 +69,23 @@ time_model() {  # NAME MODE GPUS LIMIT: add a row
   echo "$name, $mode, $count GPUs: status $ended, $((SECONDS - begin)) s; after $SECONDS s"
   rows
 }
-alone() {  # GPU, then pairs of a name and a mode: rows on one GPU, one after the other
+# Rows on one GPU: name, mode. The peer is first, since it takes longest.
+single=("$peer:eager" llama:eager gated-deltanet:eager gated-deltanet:compiled llama:compiled kla:eager kda:eager)
+taken=$(mktemp -d)
+take_rows() {  # GPU: add rows that no other GPU has taken, one after the other
   export CUDA_VISIBLE_DEVICES=$1
-  shift
-  while [ $# -gt 0 ]; do
-    time_model "$1" "$2" 1 $((alone + 30 - SECONDS))
-    shift 2
+  local row
+  for row in "${single[@]}"; do
+    mkdir "$taken/$row" 2> /dev/null || continue
+    time_model "${row%:*}" "${row##*:}" 1 $((alone + 30 - SECONDS))
   done
 }
 waiting=()
-alone 0 kla eager kda eager & waiting+=($!)
-alone 1 gated-deltanet eager gated-deltanet compiled & waiting+=($!)
-alone 2 llama eager llama compiled & waiting+=($!)
-alone 3 "$peer" eager & waiting+=($!)
+for ((gpu = 0; gpu < all; gpu++)); do
+  take_rows "$gpu" & waiting+=($!)
+done
 wait "${waiting[@]}"
+rm -r "$taken"
 for model in gated-deltanet llama kla "$peer"; do
   time_model "$model" eager "$all" "$(least "$(left)" 90)"
 done
