@@ -144,20 +144,11 @@ def test_folder_with_a_run_is_not_overwritten(recipe, tmp_path: Path) -> None:
             train(recipe(steps=1), tmp_path, resume=resume)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"hidden_size": 16},
-        *(
-            pytest.param(x, marks=pytest.mark.slow)
-            for x in ({"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4})
-        ),
-    ],
-)
-def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path, change: dict) -> None:
+def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path) -> None:
     train(recipe(), tmp_path, callbacks=[Kill(2)])
-    with pytest.raises(ArgumentError, match=rf"`{next(iter(change))}` is .*in the run to resume"):
-        train(recipe(**change), tmp_path, resume=True)
+    for change in ({"hidden_size": 16}, {"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4}):
+        with pytest.raises(ArgumentError, match=rf"`{next(iter(change))}` is .*in the run to resume"):
+            train(recipe(**change), tmp_path, resume=True)
     assert train(Recipe.load(tmp_path), str(tmp_path), resume=True).finished
 
 
