@@ -55,9 +55,10 @@ def test_adapted_model_generates_what_it_computes(model):
     assert torch.equal(cached, adapted.generate(input_ids=ids, max_new_tokens=6, use_cache=False, eos_token_id=None))
 
 
-@pytest.mark.parametrize("kind", ["VeraConfig", "IA3Config", "LoHaConfig", "PromptTuningConfig"])
+@pytest.mark.parametrize("kind", ["VeraConfig", "IA3Config", "LoHaConfig", "LNTuningConfig", "PromptTuningConfig"])
 def test_other_adapters_train(kind, model):
-    options = {"num_virtual_tokens": 3} if kind == "PromptTuningConfig" else {"target_modules": ["out_proj"]}
+    targets = ["norm"] if kind == "LNTuningConfig" else ["out_proj"]
+    options = {"num_virtual_tokens": 3} if kind == "PromptTuningConfig" else {"target_modules": targets}
     if kind == "IA3Config":
         options["feedforward_modules"] = []
     adapted = peft.get_peft_model(model, getattr(peft, kind)(task_type="CAUSAL_LM", **options)).train()

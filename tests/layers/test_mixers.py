@@ -152,10 +152,29 @@ class Adapter(torch.nn.Module):
         return self.base(x) + x @ self.down.mT @ self.up.mT
 
 
+class NormAdapter(torch.nn.Module):
+    """Norm in place of another, with the weight of the latter, as PEFT's LNTuning."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base, self.tuned = base, copy.deepcopy(base)
+        torch.nn.init.normal_(self.tuned.weight)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.tuned(x)
+
+
 def test_adapters_act_like_their_merged_weights(layer):
-    """In the mean, the variance and the state, whichever linear maps have an adapter."""
+    """In the mean, the variance and the state, whichever linear maps and norms have an adapter."""
     x, merged = tokens(layer, 1, 5), copy.deepcopy(layer)
     for name, linear in list(merged.named_modules()):
+        if isinstance(linear, torch.nn.RMSNorm):
+            layer.set_submodule(name, NormAdapter(linear))
+            merged.set_submodule(name, layer.get_submodule(name).tuned)
         if isinstance(linear, torch.nn.Linear):
             adapter = Adapter(layer.get_submodule(name))
             with torch.no_grad():

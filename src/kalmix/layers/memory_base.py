@@ -17,7 +17,7 @@ from kalmix.layers.base import Mixer, check_state, check_state_tensor
 from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import ACTIVATIONS, Gate, QueryKeyColumns, UnitNorm, rms_norm, without_storing
 from kalmix.layers.head_sizes import Heads, divide_state
-from kalmix.layers.modules import RMSNorm, ShortConvolution, linear_variance, low_rank
+from kalmix.layers.modules import RMSNorm, ShortConvolution, is_plain, linear_variance, low_rank, norm_weight
 from kalmix.layers.parametrize import StepDecay
 from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
@@ -294,6 +294,9 @@ class MemoryLayer(Mixer):
         gate = None if context[0] is None else Gate(context[0], str(self.gate))
         if self.norm is None:
             return self.out_proj(readout if gate is None else gate.multiply(readout))
+        if not is_plain(self.norm, RMSNorm):
+            normalized = self.norm(readout)
+            return self.out_proj(normalized if gate is None else gate.multiply(normalized))
         return without_storing(partial(rms_norm, readout, self.norm.weight, self.norm.constants, gate), self.out_proj)
 
     def project_out_variance(self, variance: Tensor, context: tuple[Tensor | None, Tensor]) -> Tensor:
@@ -308,7 +311,8 @@ class MemoryLayer(Mixer):
                 column_variance = self._split(variance)
                 squares = self._split(mean.to(variance.dtype)).square() + column_variance
                 mean_square = squares.mean(-1, keepdim=True) + self.norm_eps
-                variance = (column_variance / mean_square * self.norm.weight.to(variance.dtype).square()).flatten(-2)
+                weight = norm_weight(self.norm, self.norm_width, self.norm_eps, variance)
+                variance = (column_variance / mean_square * weight.square()).flatten(-2)
             if gate is not None:
                 variance = variance * ACTIVATIONS[str(self.gate)](gate).to(variance.dtype).square()
             return linear_variance(self.out_proj, variance)

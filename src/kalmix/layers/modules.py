@@ -126,6 +126,16 @@ def linear_variance(linear: nn.Module, variance: Tensor) -> Tensor:
     return F.linear(variance, weight.square())
 
 
+def norm_weight(norm: nn.Module, width: int, eps: float, like: Tensor) -> Tensor:
+    """Return the weight `[width]` of an `RMSNorm`, in dtype and on the device of `like`.
+
+    If the norm has an adapter, the weight is found by a call with ones.
+    """
+    if type(norm) is RMSNorm:  # hooks would see the ones
+        return norm.weight.to(like.dtype)
+    return norm(like.new_ones(1, width))[0].to(like.dtype) * (1 + eps) ** 0.5
+
+
 def _input_dtype(linear: nn.Module, default: torch.dtype) -> torch.dtype:
     """Return the dtype of a linear map's weight; `default` if that is the dtype of a quantized weight."""
     dtype = getattr(getattr(linear, "weight", None), "dtype", default)
