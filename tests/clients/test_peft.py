@@ -5,6 +5,8 @@ import torch
 import transformers.integrations.peft
 from packaging.version import Version
 
+from .conftest import LAYERS, build
+
 peft = pytest.importorskip("peft")
 
 LORA = {"r": 4, "init_lora_weights": False, "target_modules": "all-linear"}
@@ -27,6 +29,15 @@ def test_lora_is_saved_loaded_and_merged(model, tmp_path):
     loaded = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(loaded(ids).logits, expected)
     torch.testing.assert_close(loaded.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_lora_of_a_capped_head_is_merged(tokenizer):
+    model = build(LAYERS["kla"], tokenizer, logit_cap=0.5)
+    ids, options = _ids(model), {**LORA, "target_modules": ["lm_head"]}
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM")).eval()
+    expected = adapted(ids).logits
+    assert expected.abs().max() > 0.4
+    torch.testing.assert_close(adapted.merge_and_unload()(ids).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lora_has_default_targets(model):

@@ -50,6 +50,19 @@ def test_capped_logits_and_their_loss(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(found[name], value.grad)
 
 
+def test_cap_acts_on_all_that_a_head_returns() -> None:
+    """Adapters and hooks add to the logits before they are capped, so that a merged adapter gives the same ones."""
+    model, ids = make(logit_cap=0.5).eval(), torch.randint(40, (2, 9))
+    added = torch.randn(40)
+    plain = model.lm_head(model(ids, output_hidden_states=True).hidden_states[-1])
+    expected = 0.5 * torch.tanh((plain + added) / 0.5)
+    model.lm_head.register_forward_hook(lambda module, inputs, output: output + added)
+    torch.testing.assert_close(model(ids).logits, expected)
+    loss = F.cross_entropy(expected[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    for skip in (False, True):
+        torch.testing.assert_close(model(ids, labels=ids, skip_logits=skip).loss, loss)
+
+
 def test_model_with_zero_weights_begins_with_a_uniform_prediction(tmp_path: Path) -> None:
     model, ids = make(zero_init=True, tie_word_embeddings=False), torch.randint(40, (1, 7))
     output = model(ids, labels=ids, output_hidden_states=True)

@@ -58,7 +58,7 @@ def diagnose_text(
     ids, tokens = _tokenize(tokenizer, text, begin_id(model, tokenizer))
     embedded = model.model.embed_tokens(ids.to(model.device))
     hidden, every = diagnose_layers(model.model.layers, embedded, weights=weights)
-    logits = model.lm_head(model.model.norm(hidden))[:-1].float().cpu()
+    logits = model.head_logits(model.model.norm(hidden))[:-1].float().cpu()
     nats = torch.nn.functional.cross_entropy(logits, ids[1:], reduction="none")
     layers = [(layer, layer.gain) for layer in every if layer.gain is not None]
     if not layers:

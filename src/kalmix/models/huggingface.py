@@ -22,7 +22,7 @@ from kalmix.models.checkpoint_io import TIED_WEIGHTS
 from kalmix.models.configuration import HEADS, KalmixConfig
 from kalmix.models.generation import BeliefGenerationMixin
 from kalmix.models.losses import (
-    CappedLinear,
+    cap_logits,
     cross_entropy,
     head_cross_entropy,
     marginal_likelihood,
@@ -119,19 +119,15 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     def __init__(self, config: KalmixConfig) -> None:
         super().__init__(config)
         self.model: KalmixModel = KalmixModel(config)
-        sizes = config.hidden_size, config.vocab_size
-        cap = config.logit_cap
-        self.lm_head: nn.Module = nn.Linear(*sizes, bias=False) if cap is None else CappedLinear(*sizes, cap)
+        self.lm_head: nn.Module = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def _get_resized_lm_head(self, old_lm_head: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return the head for another size of the vocabulary, with the limit of the old head."""
-        head = super()._get_resized_lm_head(old_lm_head, *args, **kwargs)
-        if isinstance(old_lm_head, CappedLinear) and not isinstance(head, CappedLinear):
-            with torch.device("meta"):
-                capped = CappedLinear(head.in_features, head.out_features, old_lm_head.cap)
-            capped.weight, head = head.weight, capped
-        return head
+    def head_logits(self, hidden: Tensor) -> Tensor:
+        """Return logits `[..., vocab_size]` of hidden states `[..., D]` after the final norm.
+
+        They are the output of `lm_head`, within `config.logit_cap`.
+        """
+        return cap_logits(self.lm_head(hidden), self.config.logit_cap)
 
     @can_return_tuple
     def forward(
@@ -221,7 +217,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         elif marginal:
             logits = self._marginal_logits(output, positions)
         else:
-            logits = self.lm_head(output.last_hidden_state[:, positions])
+            logits = self.head_logits(output.last_hidden_state[:, positions])
         loss = None
         if has_loss:
             complete = isinstance(logits_to_keep, int) and logits_to_keep == 0 and not marginal
@@ -243,7 +239,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
 
         def decode(readout: Tensor) -> Tensor:
             hidden = self.model.norm(self.model.layers.finish(posterior, readout))[0]
-            return self.lm_head(layout.restore(hidden)[:, positions])
+            return self.head_logits(layout.restore(hidden)[:, positions])
 
         group = self.model.layers.last_block.mixer.tensor_parallel
         return marginal_log_probs(decode, posterior.mean, posterior.variance, self.config.loss_samples, group)
@@ -267,10 +263,10 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
         if posterior is None or self.config.loss != "marginal":
             targets = layout.restore(targets)
             if logits is None:
-                return head_cross_entropy(self.lm_head, hidden, targets, count)
+                return head_cross_entropy(self.lm_head, hidden, targets, count, self.config.logit_cap)
             return cross_entropy(logits, targets, count)
         return marginal_likelihood(
-            lambda readout: self.lm_head(self.model.norm(self.model.layers.finish(posterior, readout))),
+            lambda readout: self.head_logits(self.model.norm(self.model.layers.finish(posterior, readout))),
             *(posterior.mean, posterior.variance, targets),
             samples=self.config.loss_samples,
             chunk_size=self.config.loss_chunk_size,

@@ -52,8 +52,14 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = 
     return _average(_nll(logits, targets), targets, count)
 
 
-def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None = None) -> Tensor:
-    """Compute `cross_entropy(head(hidden), targets, count)`, without keeping the logits if the head is an `nn.Linear`.
+def head_cross_entropy(
+    head: nn.Module,
+    hidden: Tensor,
+    targets: Tensor,
+    count: Tensor | int | None = None,
+    cap: float | None = None,
+) -> Tensor:
+    """Compute `cross_entropy` of `cap_logits(head(hidden), cap)`, without keeping logits if the head is an `nn.Linear`.
 
     A head of another type, such as one with a LoRA, or one that hooks change, such as one that DeepSpeed partitions or
     `fully_shard` wraps by itself, is called as usual.
@@ -63,42 +69,32 @@ def head_cross_entropy(head: nn.Module, hidden: Tensor, targets: Tensor, count: 
         hidden: `[B, T, D]`.
         targets: as in `cross_entropy`.
         count: as in `cross_entropy`.
+        cap: as in `cap_logits`.
 
     Returns:
         A scalar, at least float32; 0 if all targets are ignored.
     """
-    if is_plain(head, CappedLinear):
-        return _cross_entropy_by_chunks(head, hidden, targets, count)
-    if is_plain_linear(head):
+    if cap is None and is_plain_linear(head):
         return linear_cross_entropy(hidden, head.weight, targets, head.bias, count)
-    return cross_entropy(head(hidden), targets, count)  # on the device of the head
+    if cap is not None and is_plain(head, nn.Linear):
+        return _cross_entropy_by_chunks(head, hidden, targets, count, cap)
+    return cross_entropy(cap_logits(head(hidden), cap), targets, count)  # on the device of the head
 
 
-class CappedLinear(nn.Linear):
-    """Linear map without bias whose outputs z are limited to cap tanh(z / cap).
-
-    Args:
-        in_features: width of the input.
-        out_features: width of the output.
-        cap: limit, > 0.
-    """
-
-    def __init__(self, in_features: int, out_features: int, cap: float) -> None:
-        super().__init__(in_features, out_features, bias=False)
-        self.cap = cap
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 - the name in nn.Linear
-        """Map `[..., in_features]` to `[..., out_features]`."""
-        return self.cap * torch.tanh(super().forward(input) / self.cap)
+def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
+    """Return cap tanh(logits / cap), which is between -cap and cap; the logits themselves if `cap` is `None`."""
+    return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _cross_entropy_by_chunks(head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None) -> Tensor:
+def _cross_entropy_by_chunks(
+    head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None, cap: float
+) -> Tensor:
     """Compute `head_cross_entropy` with logits of a chunk of tokens at a time, computed again backward."""
     flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
     size = max(1, CHUNK_LOGITS // int(head.weight.shape[0]))  # pyright: ignore[reportIndexIssue]
 
     def chunk_nll(hidden: Tensor, targets: Tensor) -> Tensor:
-        return _nll(head(hidden), targets).sum()
+        return _nll(cap_logits(head(hidden), cap), targets).sum()
 
     chunks = zip(flat.split(size), flat_targets.split(size), strict=True)
     total = torch.stack([checkpoint(chunk_nll, *chunk, use_reentrant=False) for chunk in chunks]).sum()
