@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from .conftest import sentences
+from .conftest import LAYERS, build, sentences
 
 trl = pytest.importorskip("trl")
 Dataset = pytest.importorskip("datasets").Dataset
@@ -94,6 +94,16 @@ def test_padding_free_batches_have_the_loss_of_padded_ones(model, tokenizer, tmp
         trainer.train()
         losses.append(trainer.state.log_history[0]["loss"])
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)  # the log has four digits
+
+
+def test_losses_of_a_model_with_capped_logits_are_its_own(tokenizer, tmp_path):
+    """TRL computes logits from the weight of the head, and caps them by itself."""
+    model = build(LAYERS["kla"], tokenizer, logit_cap=0.5, initializer_range=0.5)
+    config = trl.SFTConfig(str(tmp_path), **COMMON, per_device_eval_batch_size=16)
+    data = {"train_dataset": _texts(), "eval_dataset": _texts()}
+    trainer = trl.SFTTrainer(model, config, **data, processing_class=tokenizer)
+    (batch,) = trainer.get_eval_dataloader()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(float(model.eval()(**batch).loss), rel=1e-4)
 
 
 @pytest.fixture

@@ -96,6 +96,17 @@ def test_embeddings_are_normed() -> None:
     torch.testing.assert_close(x.square().mean(-1), torch.ones(1, 7), rtol=0.02, atol=0)
 
 
+def test_configuration_has_the_cap_under_the_name_of_other_models() -> None:
+    config = KalmixConfig(logit_cap=3.0)
+    assert config.final_logit_softcapping == 3.0
+    assert KalmixConfig().final_logit_softcapping is None
+    assert "final_logit_softcapping" not in config.to_dict()
+    assert KalmixConfig(**config.to_dict()).to_dict() == config.to_dict()
+    assert KalmixConfig(final_logit_softcapping=3.0).logit_cap == 3.0
+    with pytest.raises(ArgumentError, match="logit_cap"):
+        KalmixConfig(final_logit_softcapping=0.0)
+
+
 @pytest.mark.parametrize("settings", [{"mlp_activation": "gelu"}, {"logit_cap": 0.0}, {"zero_init": 1}], ids=str)
 def test_wrong_settings_are_refused(settings: dict) -> None:
     with pytest.raises(ArgumentError, match=next(iter(settings))):

@@ -129,6 +129,8 @@ class KalmixConfig(PreTrainedConfig):
     model_type = "kalmix"
     base_model_tp_plan = {"embed_tokens": HEADS, "layers.*.mixer": HEADS}  # noqa: RUF012
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*CACHE_NAMES, "beliefs"]
+    # The name in other models, by which clients that compute logits from the head's weight, such as TRL, find the cap.
+    attribute_map: ClassVar[dict[str, str]] = {"final_logit_softcapping": "logit_cap"}
 
     vocab_size: int = 32768
     hidden_size: int = 512
@@ -160,6 +162,8 @@ class KalmixConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for alias, name in self.attribute_map.items():
+            setattr(self, name, kwargs.pop(alias, getattr(self, name)))
         hints = get_annotations(KalmixConfig, eval_str=True)
         check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
         check_format({"format": self.format}, Path("config.json"))
