@@ -194,6 +194,13 @@ def test_hooks_see_no_calls_for_a_variance(layer):
     assert set(shapes) == {(2, 5)}
 
 
+def test_diagnostics_have_one_number_per_token_or_pair_or_are_none(layer):
+    x = tokens(layer, 2, 5)
+    attention_map, write_gain = layer.attention_map(x), layer.write_gain(x)
+    assert attention_map is None or (attention_map.shape[::2] == (2, 5) and attention_map.shape[3] == 5)
+    assert write_gain is None or write_gain.shape == (2, 5)
+
+
 def test_layers_run_on_the_meta_device(layer):
     """Tools that count memory or operations run models without data."""
     x = tokens(layer, 2, 5).to("meta")

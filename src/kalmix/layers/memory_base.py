@@ -281,9 +281,9 @@ class MemoryLayer(Mixer):
     def attention_map(self, x: Tensor) -> Tensor | None:
         """Return the map of each value head: the read-outs for values that are the columns of the identity.
 
-        `None` if each column has its own covariance, since maps then differ between columns.
+        `None` if each column has its own covariance or noise, since maps then differ between columns.
         """
-        if self.design is not None and self.design.evidence.kind == "cell":
+        if self.design is not None and (self.design.evidence.kind == "cell" or self.design.evidence.columns):
             return None
         q, k, v, _ = self.project(x, None, None, None)
         identity = torch.eye(x.shape[1], dtype=v.dtype, device=v.device)[:, None].expand(*v.shape[:3], -1)
