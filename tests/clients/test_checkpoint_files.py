@@ -1,7 +1,11 @@
 """Checkpoints in several files, offloaded weights, pipelines."""
 
+import copy
+
 import pytest
 import torch
+from accelerate import cpu_offload
+from accelerate.hooks import remove_hook_from_submodules
 from transformers import AutoModelForCausalLM, pipeline
 
 from kalmix.layers import MIXERS
@@ -29,18 +33,58 @@ def test_low_precision_weights_are_loaded(model, dtype, tmp_path):
     assert (loaded(_ids(model)).logits.float() - expected).norm() < 0.05 * expected.norm()
 
 
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_blocks_are_offloaded_to_disk(mixer, tokenizer, tmp_path):
-    model = build([{"mixer": mixer, **({"design": "longhorn"} if mixer == "design" else {})}] * 2, tokenizer)
-    model.save_pretrained(tmp_path / "model")
+def _of_mixer(mixer: str, tokenizer, **options):
+    entry = {"mixer": mixer, **({"design": "longhorn"} if mixer == "design" else {})}
+    return build([entry] * 2, tokenizer, **options)
+
+
+def _offload_blocks(model, folder):
+    """Return the model with its blocks on disk, loaded from a new checkpoint."""
+    model.save_pretrained(folder / "model")
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     blocks = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(model.config.num_hidden_layers)}
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "model", device_map={**places, **blocks}, offload_folder=str(tmp_path / "disk")
+    return AutoModelForCausalLM.from_pretrained(
+        folder / "model", device_map={**places, **blocks}, offload_folder=str(folder / "disk")
     )
-    torch.testing.assert_close(offloaded(_ids(model)).logits, model(_ids(model)).logits)
-    generated = offloaded.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False)
-    assert torch.equal(generated, model.generate(_ids(model), max_new_tokens=4, eos_token_id=None, do_sample=False))
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_blocks_are_offloaded_to_disk(mixer, tokenizer, tmp_path):
+    """In calls, generation, speculative decoding, which filters tokens again after a crop, and attention maps."""
+    model = _of_mixer(mixer, tokenizer)
+    offloaded, ids = _offload_blocks(model, tmp_path), _ids(model)
+    torch.testing.assert_close(offloaded(ids).logits, model(ids).logits)
+    options = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))
+    repeated, options["prompt_lookup_num_tokens"] = ids[:1, :3].repeat(1, 3), 2
+    assert torch.equal(offloaded.generate(repeated, **options), model.generate(repeated, **options))
+    if model.model.layers.mixers[0].attention_map(torch.randn(1, 3, 32)) is not None:
+        maps = (x(ids, output_attentions=True).attentions for x in (offloaded, model))
+        torch.testing.assert_close(*maps)
+
+
+def test_marginal_predictions_of_offloaded_blocks(tokenizer, tmp_path):
+    model = build(["kla", "kla"], tokenizer, predict="marginal", loss="marginal")
+    offloaded, ids, outputs = _offload_blocks(model, tmp_path), _ids(model), []
+    for each in (offloaded, model):
+        torch.manual_seed(0)
+        outputs.append([each(ids).logits, each(ids, labels=ids).loss])
+    torch.testing.assert_close(*outputs)
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+@pytest.mark.parametrize("preload", [None, ["KalmixBlock"]], ids=["modules", "blocks"])
+def test_weights_are_offloaded_by_accelerate_alone(preload, mixer, tokenizer):
+    """Without `from_pretrained`, and with or without accelerate's own option for modules that are not called."""
+    model = _of_mixer(mixer, tokenizer)
+    offloaded = cpu_offload(copy.deepcopy(model), preload_module_classes=preload)
+    assert all(weight.is_meta for weight in offloaded.parameters())
+    ids, options = _ids(model), {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False}
+    torch.testing.assert_close(offloaded(ids).logits, model(ids).logits)
+    assert torch.equal(offloaded.generate(ids, **options), model.generate(ids, **options))
+    remove_hook_from_submodules(offloaded)
+    assert not any(weight.is_meta for weight in offloaded.parameters())
+    torch.testing.assert_close(offloaded(ids).logits, model(ids).logits)
 
 
 def test_pipeline_generates_from_a_folder(model, tokenizer, tmp_path):

@@ -1,4 +1,4 @@
-"""Block whose activations transformers can compute again in the backward pass."""
+"""Block whose activations transformers can compute again in the backward pass, and whose weights may be offloaded."""
 
 from __future__ import annotations
 
@@ -15,10 +15,17 @@ with optional_imports():
     from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kalmix.models.blocks import Block
+from kalmix.models.offload import load_whole
 
 
 class KalmixBlock(GradientCheckpointingLayer, Block):
-    """`Block` with the gradient checkpointing of transformers, all of whose options apply."""
+    """`Block` with the gradient checkpointing of transformers, all of whose options apply, and accelerate's offload."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward`; before that, let accelerate load the weights of the whole block if they are offloaded."""
+        if not torch.compiler.is_compiling():
+            load_whole(self)
+        return super().__call__(*args, **kwargs)
 
     @property
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:

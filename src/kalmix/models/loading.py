@@ -56,44 +56,11 @@ def load_checked(
         if strict:
             _check_names(model, info)
         check_finite(model)
-        _load_blocks_whole(model)
         shard_loaded(model)
     except (FileError, SafetensorError, json.JSONDecodeError, EOFError, RecursionError) as error:
         expected = "a complete checkpoint of this model"
         raise ArgumentError(str(path), got=f"damaged ({error})", expected=expected) from error
     return (model, info) if output_loading_info else model
-
-
-def _load_blocks_whole(model: PreTrainedModel) -> None:
-    """Make accelerate load all weights of an offloaded block before the block runs.
-
-    By itself, accelerate loads the weights of each module that is called. A mixer also reads weights of modules that it
-    does not call, such as its dynamics.
-    """
-    if not {"cpu", "disk"} & set(map(str, (getattr(model, "hf_device_map", None) or {}).values())):
-        return
-    from accelerate.hooks import AlignDevicesHook, attach_align_device_hook, remove_hook_from_module
-
-    kinds = ["KalmixBlock"]
-    for name, block in model.named_modules():
-        hooks = (
-            [getattr(module, "_hf_hook", None) for module in block.modules()] if type(block).__name__ in kinds else []
-        )
-        hook: Any = next((x for x in hooks if isinstance(x, AlignDevicesHook) and x.offload), None)
-        if hook is None:
-            continue
-        remove_hook_from_module(block, recurse=True)
-        attach_align_device_hook(
-            block,
-            execution_device=hook.execution_device,
-            offload=True,
-            weights_map=hook.weights_map.dataset,
-            offload_buffers=hook.offload_buffers,
-            module_name=name,
-            skip_keys=hook.skip_keys,
-            preload_module_classes=kinds,
-            tied_params_map=hook.tied_params_map,
-        )
 
 
 def _check_folder(folder: Path, model_class: type[PreTrainedModel], strict: bool) -> None:

@@ -12,6 +12,7 @@ from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer
 from kalmix.layers.modules import is_plain
 from kalmix.models.blocks import Block, BlockOutput, Link, Posterior
+from kalmix.models.offload import loaded
 from kalmix.models.segments_from_inputs import InputLayout
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered
@@ -227,7 +228,9 @@ class BlockStack(nn.ModuleList):
         Returns:
             `[S, B, T, D]`, residual stream after the last block.
         """
-        return self.last_block.finish(posterior.residual, readout, posterior.context)
+        block = self.last_block
+        with loaded(block):
+            return block.finish(posterior.residual, readout, posterior.context)
 
 
 def _is_bare(block: Any) -> bool:
@@ -254,7 +257,8 @@ def attention_maps(mixers: Sequence[Mixer], inputs: Sequence[Tensor]) -> tuple[T
     """
     maps = []
     for mixer, x in zip(mixers, inputs, strict=True):
-        attention_map = mixer.attention_map(x)
+        with loaded(mixer):
+            attention_map = mixer.attention_map(x)
         if attention_map is None:
             problem = f"is set, but {type(mixer).__name__} has no attention map"
             raise ArgumentError("output_attentions", problem=problem, expected="layers linear in their values")

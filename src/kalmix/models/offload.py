@@ -1,0 +1,58 @@
+"""Weights that accelerate keeps on the CPU or on disk, and loads only while a module runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+from torch import nn
+
+
+def load_whole(block: nn.Module) -> None:
+    """Make accelerate load all weights of a block, if they are offloaded, when the block or its mixer is called.
+
+    By itself, accelerate loads the weights of each module that is called. A mixer also reads weights of modules that it
+    does not call, such as its dynamics.
+    """
+    mixer: Any = block.mixer
+    done = _is_offloaded(block) and _is_offloaded(mixer)
+    if done or not (_is_offloaded(block) or _is_offloaded(block.norm)):
+        return
+    from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
+
+    name, hook = next((name, vars(part)["_hf_hook"]) for name, part in block.named_modules() if _is_offloaded(part))
+    path = hook.weights_map.prefix.removesuffix(".").removesuffix(name).removesuffix(".")
+    remove_hook_from_module(block, recurse=True)
+    for part, part_path in ((block, path), (mixer, f"{path}.mixer" if path else "mixer")):
+        attach_align_device_hook(
+            part,
+            execution_device=hook.execution_device,
+            offload=True,
+            weights_map=hook.weights_map.dataset,
+            offload_buffers=hook.offload_buffers,
+            module_name=part_path,
+            skip_keys=hook.skip_keys,
+            preload_module_classes=[type(part).__name__],
+            tied_params_map=hook.tied_params_map,
+        )
+
+
+def loaded(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which the weights of a block or mixer are loaded, for calls of methods beside `forward`."""
+    return _loaded(module) if _is_offloaded(module) else nullcontext()
+
+
+@contextmanager
+def _loaded(module: nn.Module) -> Iterator[None]:
+    hook: Any = vars(module)["_hf_hook"]
+    hook.pre_forward(module)
+    try:
+        yield
+    finally:
+        hook.post_forward(module, None)
+
+
+def _is_offloaded(module: Any) -> bool:
+    """Return whether a hook of accelerate loads the weights of a module at each call."""
+    return bool(getattr(vars(module).get("_hf_hook"), "offload", False))
