@@ -91,6 +91,14 @@ def test_prompt_lookup(model):
     assert torch.equal(greedy(model, ids, prompt_lookup_num_tokens=3), greedy(model, ids))
 
 
+def test_first_blocks_alone_do_not_draft():
+    """The call is refused before transformers changes the number of blocks in the configuration."""
+    model, ids = build("kla"), tokens(1, 4)
+    with pytest.raises(ArgumentError, match="assistant_early_exit"):
+        greedy(model, ids, assistant_early_exit=1)
+    assert greedy(model, ids).shape == (1, 14)
+
+
 def test_generation_continues_from_a_returned_cache(model):
     ids = tokens(2, 5)
     first = greedy(model, ids, return_dict_in_generate=True)

@@ -81,7 +81,15 @@ class BeliefGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, generation_mode: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Create the cache of `generate`: a static one if its steps are captured, and it removes no tokens."""
+        """Create the cache of `generate`: a static one if its steps are captured, and it removes no tokens.
+
+        Raises:
+            ArgumentError: `assistant_early_exit` is set. Transformers would change the configuration to fewer blocks.
+        """
+        if generation_config.assistant_early_exit is not None:
+            got = generation_config.assistant_early_exit
+            expected = "None: the first blocks alone cannot draft; use `assistant_model` or `prompt_lookup_num_tokens`"
+            raise ArgumentError("assistant_early_exit", got=got, expected=expected)
         step = self._own_step()
         if step is not None:
             removes = generation_config.is_assistant or generation_mode == GenerationMode.ASSISTED_GENERATION
