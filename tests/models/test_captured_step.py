@@ -259,6 +259,18 @@ def test_generation_captures_by_itself():
     model.train()
     model.generate(**options)
     assert len(captures) == 2
+    model.eval().enable_input_require_grads()  # by hooks that do nothing here
+    model.generate(**options)
+    assert len(captures) == 3
+
+
+@pytest.mark.parametrize("kind", ["register_forward_hook", "register_forward_pre_hook"])
+def test_hooks_run_at_every_step_of_generation(kind):
+    model, calls = build("hybrid"), []
+    model.graph = Tape
+    getattr(model.model.layers[0].norm, kind)(lambda *_: calls.append(1))
+    model.generate(tokens(1, 5), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert len(calls) == 9
 
 
 def test_other_threads_run_as_usual():

@@ -229,6 +229,16 @@ def refusal(model: Any) -> str | None:
     return None
 
 
+def has_hooks(model: Any) -> bool:
+    """Return whether modules of a model have forward hooks, which replays of a graph do not run.
+
+    Those of `enable_input_require_grads` do not count: they do nothing without gradients.
+    """
+    ignored = {handle.id for handle in getattr(model, "_require_grads_hooks", ())}
+    modules = (module for module in model.modules() if module is not model)
+    return any({*module._forward_pre_hooks, *module._forward_hooks} - ignored for module in modules)
+
+
 def _step_arguments(model: Any, given: dict[str, Any]) -> dict[str, Any] | None:
     """Return the arguments of `CapturedStep.__call__`; `None` if a call is not a plain decoding step."""
     ids, cache = given.get("input_ids"), given_cache(given)

@@ -18,7 +18,7 @@ with optional_imports():
 
 from kalmix.errors import ArgumentError
 from kalmix.models.cache_name import given_cache, rename_cache
-from kalmix.models.captured_step import capture_decoding, refusal
+from kalmix.models.captured_step import capture_decoding, has_hooks, refusal
 
 FEWEST_TOKENS = 8  # fewer new tokens do not pay for a capture
 
@@ -48,7 +48,7 @@ class BeliefGenerationMixin(GenerationMixin):
         run: Any = partial(GenerationMixin.generate, model)  # pyright: ignore
         if self.decoding_step is not None or model.training or torch.compiler.is_compiling():
             return run(*args, **kwargs)
-        if self.graph is None and refusal(model) is not None:
+        if (self.graph is None and refusal(model) is not None) or has_hooks(model):
             return run(*args, **kwargs)
         with capture_decoding(model, self.graph, automatic=True):
             return run(*args, **kwargs)
