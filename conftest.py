@@ -30,6 +30,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _exempt_objects_from_garbage_collection() -> Iterator[None]:
+    """Exempt objects that outlive the tests of a module too, such as compiled graphs."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 class CommandResult(NamedTuple):
     """Exit status and output of a command line."""
 
