@@ -12,7 +12,7 @@ import os
 import re
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -108,12 +108,13 @@ def is_text(name: str) -> bool:
     return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
-def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text) -> Iterator[str]:
+def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text, excluded: Collection[str] = ()) -> Iterator[str]:
     """Yield paths relative to `folder` of its regular files, without hidden ones.
 
     Args:
         folder: folder to search, subfolders included.
         wanted: called with the name of a file; returns whether to yield it.
+        excluded: names of subfolders to leave out.
 
     Raises:
         OSError: a folder cannot be read. One that is deleted meanwhile is left out.
@@ -124,7 +125,7 @@ def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text) -> Iterato
             raise error
 
     for root, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if not _HIDDEN.match(name)]
+        folders[:] = [name for name in folders if name not in excluded and not _HIDDEN.match(name)]
         relative = Path(root).relative_to(folder)
         yield from (
             (relative / name).as_posix()
@@ -162,11 +163,10 @@ def python_documentation() -> dict[str, str]:
 
         documents.update((f"help({name!r})", text.strip()) for name, text in sorted(topics.items()))
     library = Path(sysconfig.get_path("stdlib"))
-    for name in sorted(walk_files(library)):
-        if name.endswith(".py") and not _EXCLUDED_FOLDERS & set(Path(name).parts):
-            text = _docstrings(library / name)
-            if len(text) >= 200:
-                documents[name] = text
+    for name in sorted(walk_files(library, lambda name: name.endswith(".py"), _EXCLUDED_FOLDERS)):
+        text = _docstrings(library / name)
+        if len(text) >= 200:
+            documents[name] = text
     if not documents:
         problem = "is missing, and this Python installation has no documentation to train on"
         raise ArgumentError("text", problem=problem, expected=_EXPECTED)
