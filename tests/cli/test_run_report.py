@@ -17,7 +17,7 @@ import torch
 from rich.console import Console
 
 from kalmix.cli import report as command
-from kalmix.cli.progress import stages
+from kalmix.cli.stages import stages
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.training import Recipe, evaluation
 from kalmix.training.evaluation import short_run_warning

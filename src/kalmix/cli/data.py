@@ -72,7 +72,7 @@ def prepare(
     )
     if not output.strip():
         raise ArgumentError("output", got="empty", expected="the path of a folder")
-    from kalmix.cli.progress import stages
+    from kalmix.cli.stages import stages
     from kalmix.training.shards import prepare as prepare_shards
     from kalmix.training.shards.preparation import Progress
 
@@ -98,7 +98,7 @@ def prepare(
 @app.command(name="check")
 def check(shards: Annotated[str, typer.Argument(help="Folder of shards.")]) -> None:
     """Compare all files of a folder of shards with their hashes, and print its counts."""
-    from kalmix.cli.progress import stages
+    from kalmix.cli.stages import stages
 
     console = Console(highlight=False)
     opened = Shards(shards)

@@ -69,7 +69,7 @@ def run(
     if data is not None and not data.is_dir():
         raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
     from kalmix.cli.load_run import check_vocabulary, load_model, model_folder
-    from kalmix.cli.progress import stages
+    from kalmix.cli.stages import stages
     from kalmix.evaluation.evaluate import Options, evaluate, settings_of
     from kalmix.evaluation.judge import begin_texts
     from kalmix.evaluation.perplexity import read_text

@@ -61,7 +61,7 @@ def interruption(output: Path, console: Console) -> None:
 def _report(output: Path, console: Console) -> None:
     require_extra("`kalmix report`", "train")
     from kalmix.cli.load_run import load_run
-    from kalmix.cli.progress import stages
+    from kalmix.cli.stages import stages
     from kalmix.training.evaluation import evaluate
 
     with stages(console) as progress:
