@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kalmix_bench.experiments.language.architectures import LAYERS
+from kalmix_bench.experiments.language.protocol import PRESETS
+from kalmix_bench.runner import workers
 from kalmix_bench.runner.limited import UNFINISHED
+
+from .clock import DEADLINE, set_clock
 
 
 def test_the_plan_lists_parameters_tokens_and_seconds(kalmix, tmp_path: Path) -> None:
@@ -51,13 +56,29 @@ def test_wrong_options_are_refused(kalmix, tmp_path: Path, options: str, words: 
     assert result.status != 0 and words in result.errors and "Traceback" not in result.errors
 
 
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train the models of the preset `laptop` on fewer tokens, in forked processes, which see no GPU."""
+    few = {"tokens": 10_000, "batch_tokens": 1024, "eval_tokens": 1024, "probe_rows": 4}
+    laptop = PRESETS["laptop"]
+    tune, main = replace(laptop.tune, **few), replace(laptop.main, **{**few, "tokens": 30_000})
+    monkeypatch.setitem(PRESETS, "laptop", laptop._replace(tune=tune, main=main))
+    monkeypatch.setattr(workers, "START_METHOD", "fork")
+    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
+
+
 @pytest.mark.slow
-def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(kalmix, tmp_path: Path) -> None:
+def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(
+    kalmix, short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     output = tmp_path / "run"
     asked = ("bench", "language", "--devices", "cpu", "--jobs-per-device", 2, "--output", output)
-    cut = kalmix(*asked, "--deadline", 25)
+    with monkeypatch.context() as patch:
+        set_clock(patch, output / "results.jsonl", 1)
+        cut = kalmix(*asked, "--deadline", DEADLINE)
     assert cut.status == UNFINISHED, cut.errors
     assert "the same command continues" in cut.output
+    assert len((output / "results.jsonl").read_text().splitlines()) < 6
     result = kalmix(*asked, "--commit", "abc")
     assert result.status == 0, result.errors
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
