@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix_bench.experiments.language import corpus, precompile, probes, report, run
+from kalmix_bench.experiments.language import precompile, probes, report, run
 from kalmix_bench.experiments.language.architectures import HYBRID, LAYERS, ModelSize, count_parameters, make_blocks
 from kalmix_bench.experiments.language.experiment import Language
 from kalmix_bench.experiments.language.protocol import (
@@ -263,32 +263,27 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
     assert ("gla", "held-out loss") not in found
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return corpus.laptop_shards(tmp_path_factory.mktemp("language") / "corpus", 512)
-
-
 @pytest.mark.slow
-def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(shards: Path, tmp_path: Path) -> None:
+def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(word_shards: Path, tmp_path: Path) -> None:
     cell = LanguageCell(
         MAIN, "gated-deltanet+attention", replace(TINY, model=replace(TINY.model, depth=4)), 1e-2, 0, "c"
     )
-    whole = run_cell(cell, shards, tmp_path / "whole", lambda done, status: False)
+    whole = run_cell(cell, word_shards, tmp_path / "whole", lambda done, status: False)
     with pytest.raises(CellStopped):
-        run_cell(cell, shards, tmp_path / "cut", lambda done, status: done >= 0.4)
+        run_cell(cell, word_shards, tmp_path / "cut", lambda done, status: done >= 0.4)
     assert list((tmp_path / "cut" / "checkpoints").glob("checkpoint-*"))
-    again = run_cell(cell, shards, tmp_path / "cut", lambda done, status: False)
+    again = run_cell(cell, word_shards, tmp_path / "cut", lambda done, status: False)
     for name in ("loss", "tokens", "epochs", "copying", "recall", "positions", "state_bytes"):
         assert again[name] == whole[name], name
     assert again["held_out"]["loss"] == whole["held_out"]["loss"] and len(whole["held_out"]["loss"]) == 10
     assert whole["positions"]["documents"] == 2 and set(whole["copying"]) == {"4", "16", "64"}
     assert whole["state_bytes"]["128"] > whole["state_bytes"]["32"] and whole["decode_ms"] > 0
-    tested = run_cell(cell, shards, tmp_path / "whole", lambda done, status: False)  # stopped while it was tested
+    tested = run_cell(cell, word_shards, tmp_path / "whole", lambda done, status: False)  # stopped while it was tested
     assert tested["loss"] == whole["loss"] and tested["copying"] == whole["copying"]
 
 
 @pytest.mark.slow
-def test_a_diverged_run_is_a_row(shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diverged_run_is_a_row(word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = KalmixForCausalLM.forward
 
     def diverge(self: KalmixForCausalLM, *args: Any, **options: Any) -> Any:
@@ -298,7 +293,7 @@ def test_a_diverged_run_is_a_row(shards: Path, tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(KalmixForCausalLM, "forward", diverge)
     cell = LanguageCell(TUNE, "attention", TINY, 1e-2, 0, "c")
-    row = run_cell(cell, shards, tmp_path / "run", lambda done, status: False)
+    row = run_cell(cell, word_shards, tmp_path / "run", lambda done, status: False)
     assert "diverged" in row["diverged"] and "loss" not in row
 
 

@@ -6,20 +6,23 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from kalmix_bench.datasets.corpus_pieces import pack
-from kalmix_bench.experiments.language import corpus
+from kalmix_bench.experiments.language.protocol import PRESETS
+from kalmix_bench.runner import workers
+
+from .warm_python import WarmPython
 
 SCRIPT = Path(__file__).parents[2] / "language_lease.sh"
 
 
-def call(*arguments: object) -> subprocess.CompletedProcess[str]:
-    fixed = ("--python", sys.executable, "--wheels", "none")
-    command = ["bash", str(SCRIPT), *fixed, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def command(python: str | Path, *arguments: object) -> list[str]:
+    return ["bash", str(SCRIPT), "--python", str(python), "--wheels", "none", *map(str, arguments)]
 
 
 @pytest.mark.parametrize(
@@ -31,16 +34,31 @@ def call(*arguments: object) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> None:
-    ended = call(*options.replace("{}", str(tmp_path)).split())
+    called = command(sys.executable, *options.replace("{}", str(tmp_path)).split())
+    ended = subprocess.run(called, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and words in ended.stderr
 
 
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
+    """Python whose workers are forks, too, and end at once; the preset `laptop` takes fewer tokens at a time."""
+    few = {"batch_tokens": 1024, "eval_tokens": 1024, "probe_rows": 2}
+    monkeypatch.setitem(PRESETS, "laptop", PRESETS["laptop"]._replace(main=replace(PRESETS["laptop"].main, **few)))
+    monkeypatch.setattr(workers, "START_METHOD", "fork")
+    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
+    python = WarmPython(tmp_path)
+    yield python
+    python.close()
+
+
 @pytest.mark.slow
-def test_pieces_arrive_with_several_calls_and_rows_come_back(tmp_path: Path) -> None:
-    corpus.laptop_shards(tmp_path / "source", 512)
-    (tmp_path / "corpus").mkdir()
-    shutil.move(tmp_path / "source" / "text.jsonl", tmp_path / "corpus" / "0.jsonl")
-    first, second = pack(tmp_path / "corpus", tmp_path / "pieces", limit=10**7, pieces=2, vocab_size=512)
+def test_pieces_arrive_with_several_calls_and_rows_come_back(
+    tmp_path: Path, word_texts: Path, python: WarmPython
+) -> None:
+    def call(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return python.run(command(python.path, *arguments))
+
+    first, second = pack(word_texts.parent, tmp_path / "pieces", limit=10**7, pieces=2, vocab_size=512)
     late = second.rename(tmp_path / second.name)
     places = ("--work", tmp_path / "work", "--out", tmp_path / "out", "--pieces", tmp_path / "pieces")
     ended = call(*places, "--", "--preset", "laptop")

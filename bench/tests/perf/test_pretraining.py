@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kalmix_bench.experiments.language import corpus
 from kalmix_bench.perf import pretraining
 from kalmix_bench.perf.models.build import build
 from kalmix_bench.perf.models.protocol import PRESETS
@@ -39,10 +38,10 @@ def test_work_of_a_peer_has_the_attention_of_our_layer() -> None:
 
 
 @pytest.mark.slow
-def test_models_and_peers_train_from_the_same_shards(tmp_path: Path, monkeypatch, capsys) -> None:
-    shards, output = corpus.laptop_shards(tmp_path / "corpus", 512), tmp_path / "rows.jsonl"
+def test_models_and_peers_train_from_the_same_shards(tmp_path: Path, word_shards: Path, monkeypatch, capsys) -> None:
+    output = tmp_path / "rows.jsonl"
     for name in ("gated-deltanet", "llama"):
-        asked = ("--model", name, "--shards", shards, "--preset", "laptop", "--steps", "12", "--output", output)
+        asked = ("--model", name, "--shards", word_shards, "--preset", "laptop", "--steps", "12", "--output", output)
         monkeypatch.setattr(sys, "argv", ["pretraining", *map(str, asked)])
         pretraining.main()
     rows = [json.loads(line) for line in output.read_text().splitlines()]
