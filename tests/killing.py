@@ -10,6 +10,7 @@ the undisturbed run bit for bit.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -273,6 +274,7 @@ def main(kind: type[Run]) -> None:
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # each session is a fork that collects garbage several times
     with tempfile.TemporaryDirectory() as folder:
         kills, runs, failures = run_kills(kind, given.kills, given.seed, Path(folder))
     print(f"{kills} kills of {runs} runs, {failures} failures")

@@ -16,6 +16,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests"))
 from killing import Run, Session, main
 
+import kalmix_bench.experiments.recall.report  # noqa: F401 - each session would import it, and matplotlib
 from kalmix.files import PARTIAL
 from kalmix_bench.experiments.recall import ModelShape, Part, RecallProtocol, evaluation_callback, presets
 from kalmix_bench.experiments.recall.trainer import CellTrainer
