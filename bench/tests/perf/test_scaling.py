@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
+import traceback
 from functools import partial
 from pathlib import Path
 
@@ -15,9 +17,9 @@ from torch import distributed
 from kalmix import KernelError
 from kalmix.ops._shared.dispatch import select_kernel
 from kalmix.ops._shared.kernel import Kernel, KernelRequest
-from kalmix_bench.perf.scaling import check, methods, speed
+from kalmix_bench.perf.scaling import check, group, methods, speed
 from kalmix_bench.perf.scaling.budget import budgets_of
-from kalmix_bench.perf.scaling.group import Ranks
+from kalmix_bench.perf.scaling.group import Ranks, end_process
 from kalmix_bench.perf.scaling.step import Cell, idle
 from kalmix_bench.runner.json_lines import append_rows, read_rows
 
@@ -25,9 +27,28 @@ RUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-p
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def run(program, *options):
-    command = [*RUN, f"kalmix_bench.perf.scaling.{program}", *map(str, options)]
-    return subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
+def fork_ranks(program, *options):
+    """Run a program in two forks of this process, with the variables of torchrun; return their exit statuses."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    variables = ENVIRONMENT | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [_fork_rank(program, options, variables | {"RANK": f"{n}", "LOCAL_RANK": f"{n}"}) for n in range(2)]
+    return [os.waitstatus_to_exitcode(os.waitpid(rank, 0)[1]) for rank in ranks]
+
+
+def _fork_rank(program, options, variables):
+    child = os.fork()
+    if child:
+        return child
+    try:
+        os.environ.update(variables)
+        sys.argv = ["program", *map(str, options)]
+        end_process(program.main() or 0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(70)
 
 
 def rows(folder):
@@ -36,7 +57,10 @@ def rows(folder):
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process_with_every_method(tmp_path):
-    done = run("check", "--layers", "gated-deltanet,recurrent-afa", "--output", tmp_path)
+    command = [*RUN, "kalmix_bench.perf.scaling.check", "--layers", "gated-deltanet,recurrent-afa"]
+    done = subprocess.run(
+        [*command, "--output", tmp_path], env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     found = {(row["layer"], row["method"]): row for row in rows(tmp_path)}
     assert {method for _, method in found} == set(check.CHECKS)
@@ -64,8 +88,7 @@ def test_captured_rows_are_not_those_of_plain_steps():
 def test_speed_writes_a_row_per_method_and_repeats_none(tmp_path):
     options = ("--models", "gated-deltanet-toy", "--batch", 1, "--length", 32, "--long", 64, "--steps", 1)
     for _ in range(2):
-        done = run("speed", *options, "--output", tmp_path)
-        assert done.returncode == 0, done.stderr
+        assert fork_ranks(speed, *options, "--output", tmp_path) == [0, 0]
     found = {row["method"]: row for row in rows(tmp_path)}
     assert len(rows(tmp_path)) == len(found) == len(speed.METHODS)
     assert all(row["status"] == "ok" for row in found.values())
@@ -75,20 +98,20 @@ def test_speed_writes_a_row_per_method_and_repeats_none(tmp_path):
 @pytest.mark.slow
 def test_speed_goes_on_after_a_failure_of_all_ranks(tmp_path):
     options = ("--models", "recurrent-afa-toy", "--methods", "context,ddp", "--batch", 1, "--length", 32, "--long", 64)
-    done = run("speed", *options, "--steps", 1, "--output", tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert fork_ranks(speed, *options, "--steps", 1, "--output", tmp_path) == [0, 0]
     assert [row["status"] for row in rows(tmp_path)] == ["failed", "ok"]
     assert "cannot take part" in rows(tmp_path)[0]["error"]
 
 
 @pytest.mark.slow
-def test_programs_give_up_a_row_that_takes_too_long(tmp_path):
-    done = run("speed", "--models", "kla-toy", "--methods", "ddp", "--limit", 0.1, "--output", tmp_path)
-    assert done.returncode != 0
+def test_programs_give_up_a_row_that_takes_too_long(tmp_path, monkeypatch):
+    monkeypatch.setattr(group, "WRITE_SECONDS", 0.5)
+    options = ("--models", "kla-toy", "--methods", "ddp", "--limit", 0.1, "--output", tmp_path)
+    assert 0 not in fork_ranks(speed, *options)
     (row,) = rows(tmp_path)
     assert "took longer than 0.1 s" in row["error"] and "raise --limit" in row["error"] and row["limit"] == 0.1
-    done = run("check", "--layers", "kla", "--methods", "ddp;fsdp2", "--limit", 0.1, "--output", tmp_path / "check")
-    assert done.returncode != 0
+    options = ("--layers", "kla", "--methods", "ddp;fsdp2", "--limit", 0.1, "--output", tmp_path / "check")
+    assert 0 not in fork_ranks(check, *options)
     (row,) = rows(tmp_path / "check")
     assert (row["method"], row["status"], row["limit"]) == ("ddp", "failed", 0.1) and "raise --limit" in row["reason"]
 
