@@ -42,6 +42,7 @@ DIAGONAL_SHAPE = (2, 128, 64, 16)
 CASES = [("additive", "head"), ("additive", "key"), ("delta", "head"), ("delta", "key"), ("dense", "head"),
          ("dense", "key"), ("diagonal", "head"), ("ridge", "head"), ("attend", "head")]  # fmt: skip
 SHARING = 8  # calls that share a backward pass
+PROFILED_CALLS = 500
 
 
 class _NoBinary(CompiledKernel):
@@ -197,11 +198,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def print_profile(call: Callable[[], object]) -> None:
-    """Print the functions in which 500 calls spend most time."""
-    for _ in range(50):
+    """Print the functions in which `PROFILED_CALLS` calls spend most time."""
+    for _ in range(PROFILED_CALLS // 10):
         call()
     with cProfile.Profile() as profile:
-        for _ in range(500):
+        for _ in range(PROFILED_CALLS):
             call()
     pstats.Stats(profile).sort_stats("tottime").print_stats(40)
 
