@@ -54,6 +54,7 @@ class Configuration(NamedTuple):
         gpu: key of `GPUS`.
         kernel: name of the Triton function.
         options: constants and launch options.
+        signature: module of the kernel, and types of its arguments.
         call: description of the first call that launches it.
         compile: function that compiles it.
     """
@@ -62,6 +63,7 @@ class Configuration(NamedTuple):
     gpu: str
     kernel: str
     options: dict[str, Any]
+    signature: tuple[Any, ...]
     call: str
     compile: Callable[[], Any]
 
@@ -107,14 +109,15 @@ class Collector:
             return
         gpu, name = self._gpus[self._driver.device], launch.kernel.__name__
         types = (x.dtype if isinstance(x, Tensor) else type(x) for x in launch.arguments)
-        identity = (gpu, launch.kernel.module, name, *sorted(launch.options.items()), *types)
+        signature = (launch.kernel.module, *types)
+        identity = (gpu, name, *sorted(launch.options.items()), *signature)
         if identity in self._seen:
             return
         self._seen.add(identity)
         arguments = (_Pointer(x) if isinstance(x, Tensor) else x for x in launch.arguments)
         future = launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options).future
         part, call = self._label
-        self.found[future._key] = Configuration(part, gpu, name, launch.options, call, future.function)
+        self.found[future._key] = Configuration(part, gpu, name, launch.options, signature, call, future.function)
 
     @contextmanager
     def _simulation(self) -> Iterator[None]:

@@ -17,7 +17,8 @@ import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -110,50 +111,120 @@ def assemble(configuration: Configuration) -> Resources:
     return Resources(kernel.metadata.shared, kernel.metadata.tmem_size or 0, registers, stack)
 
 
+def memory_key(configuration: Configuration, ignored: Collection[str] = ()) -> tuple[Any, ...]:
+    """Return a key that is equal for configurations to which `allocate` gives equal memory.
+
+    The passes until memory is allocated depend on the generation of the GPU, such as 8 of `sm_80`, `sm_86` and `sm_89`.
+
+    Args:
+        configuration: the configuration.
+        ignored: constants of which the memory does not depend.
+    """
+    options = sorted((name, x) for name, x in configuration.options.items() if name not in ignored)
+    generation = GPUS[configuration.gpu].architecture // 10
+    return (generation, configuration.kernel, *options, *configuration.signature)
+
+
 def compile_all(
-    found: dict[str, Configuration], compile_one: Callable[[Configuration], Resources], store: Path, processes: int = 2
+    found: dict[str, Configuration],
+    compile_one: Callable[[Configuration], Resources],
+    store: Path,
+    processes: int = 2,
+    ignored: Collection[str] = (),
 ) -> dict[str, Resources]:
-    """Compile configurations, each in a process of its own, because a failed assertion in Triton ends the process.
+    """Compile configurations in other processes, because a failed assertion in Triton ends the process.
+
+    Of configurations with one `memory_key`, `allocate` compiles the first.
 
     Args:
         found: configurations by key.
         compile_one: `allocate` or `assemble`.
         store: JSON lines of earlier results, which are not computed again; new results are added.
         processes: how many run at a time.
+        ignored: constants of which the memory does not depend.
     """
-    kind, context = compile_one.__name__, multiprocessing.get_context("fork")
-    lines = read_rows(store)
-    known = {x["key"]: Resources(*x["resources"]) for x in lines if x["kind"] == kind}
-    waiting, running = [key for key in found if key not in known], dict[Connection, tuple[str, Any]]()
-    while waiting or running:
-        while waiting and len(running) < processes:
-            key, (receiver, sender) = waiting.pop(0), context.Pipe(duplex=False)
-            process = context.Process(target=_compile_in_child, args=(compile_one, found[key], sender))
-            process.start()
-            sender.close()
-            running[receiver] = key, process
-        for receiver in wait(list(running)):
-            key, process = running.pop(receiver)  # pyright: ignore[reportArgumentType, reportCallIssue]
-            try:
-                known[key] = receiver.recv()  # pyright: ignore[reportAttributeAccessIssue]
-            except EOFError:
-                process.join()
-                known[key] = Resources(error=f"Triton ended the process with signal {-(process.exitcode or 0)}")
-            process.join()
-            append_rows(store, [{"key": key, "kind": kind, "resources": known[key]}])
+    kind = compile_one.__name__
+    known = {x["key"]: Resources(*x["resources"]) for x in read_rows(store) if x["kind"] == kind}
+    alike = defaultdict[Any, list[str]](list)
+    for key, configuration in found.items():
+        alike[memory_key(configuration, ignored) if compile_one is allocate else key].append(key)
+    equal, waiting = {keys[0]: keys for keys in alike.values()}, list[str]()
+    for first, keys in equal.items():
+        if done := [known[key] for key in keys if key in known]:
+            known.update(dict.fromkeys(keys, done[0]))
+        else:
+            waiting.append(first)
+    workers = [_Compiler(found, compile_one) for _ in range(min(processes, len(waiting)))]
+    while waiting or any(worker.key for worker in workers):
+        for worker in workers:
+            if worker.key is None and waiting:
+                worker.begin(waiting.pop(0))
+        ready = wait([worker.link for worker in workers if worker.key])
+        for worker in workers:
+            if worker.link in ready:
+                key, resources = worker.result()
+                known.update(dict.fromkeys(equal[key], resources))
+                append_rows(store, [{"key": x, "kind": kind, "resources": resources} for x in equal[key]])
+    for worker in workers:
+        worker.end()
     return {key: known[key] for key in found}
 
 
-def _compile_in_child(compile_one: Callable[[Configuration], Resources], configuration: Configuration, to: Any) -> None:
+class _Compiler:
+    """Process that compiles one configuration after the other; another takes its place if it dies.
+
+    Args:
+        found: configurations by key.
+        compile_one: function that compiles one.
+    """
+
+    def __init__(self, found: dict[str, Configuration], compile_one: Callable[[Configuration], Resources]) -> None:
+        self._found, self._compile_one = found, compile_one
+        self.key: str | None = None  # of the configuration that it compiles
+        self._start()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        self.link, theirs = context.Pipe()
+        self._process = context.Process(target=_compile_in_child, args=(self._compile_one, self._found, theirs))
+        self._process.start()
+        theirs.close()
+
+    def begin(self, key: str) -> None:
+        """Begin to compile a configuration."""
+        self.key = key
+        self.link.send(key)
+
+    def result(self) -> tuple[str, Resources]:
+        """Return the key and the resources of the configuration, once the process has compiled it or has died."""
+        assert self.key is not None
+        key, self.key = self.key, None
+        try:
+            return key, self.link.recv()
+        except (EOFError, ConnectionResetError):
+            self._process.join()
+            signal = -(self._process.exitcode or 0)
+            self._start()
+            return key, Resources(error=f"Triton ended the process with signal {signal}")
+
+    def end(self) -> None:
+        """End the process."""
+        self.link.send(None)
+        self._process.join()
+
+
+def _compile_in_child(
+    compile_one: Callable[[Configuration], Resources], found: dict[str, Configuration], link: Connection
+) -> None:
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)  # Triton prints the whole module
-    try:
-        resources = compile_one(configuration)
-    except Exception as error:
-        resources = Resources(error=(str(error) or type(error).__name__)[-300:])
-    to.send(resources)
-    to.close()
+    while (key := link.recv()) is not None:
+        try:
+            resources = compile_one(found[key])
+        except Exception as error:
+            resources = Resources(error=(str(error) or type(error).__name__)[-300:])
+        link.send(resources)
     os._exit(0)
 
 
@@ -181,6 +252,13 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", help="ops, `fused` or `steps`; default: all")
     parser.add_argument("--widths", nargs="+", type=int, default=[16, 32, 64, 128, 256])
     parser.add_argument("--core", action="store_true", help="two shapes, all signals present, no packing")
+    parser.add_argument(
+        "--ignore",
+        nargs="+",
+        default=[],
+        metavar="CONSTANT",
+        help="without --cubin, compile one of the configurations that differ in these constants alone",
+    )
     parser.add_argument("--cubin", action="store_true", help="compile to machine code, which takes ten times longer")
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--store", type=Path, default=Path("build/gpu-targets.jsonl"), help="results of earlier runs")
@@ -192,7 +270,7 @@ def main() -> None:
             collector.run(part, call, function)
     print(f"{len(collector.found)} configurations, {time.perf_counter() - started:.0f} s", flush=True)
     compile_one = assemble if arguments.cubin else allocate
-    results = compile_all(collector.found, compile_one, arguments.store, arguments.processes)
+    results = compile_all(collector.found, compile_one, arguments.store, arguments.processes, arguments.ignore)
     rows = summarize(collector, results)
     for row in rows:
         need = f"{row['largest_shared']:7d} of {row['limit']} bytes ({row['kernel']})" if "kernel" in row else ""
