@@ -282,7 +282,6 @@ def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(word_shards: Pa
     assert tested["loss"] == whole["loss"] and tested["copying"] == whole["copying"]
 
 
-@pytest.mark.slow
 def test_a_diverged_run_is_a_row(word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forward = KalmixForCausalLM.forward
 

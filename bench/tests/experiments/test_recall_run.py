@@ -45,7 +45,6 @@ def test_a_layer_learns_and_its_row_has_curves_and_sizes(tmp_path: Path) -> None
     assert row["parts"][0]["settings"]["frac_noise"] == 0 and not list(tmp_path.glob("checkpoints/*"))
 
 
-@pytest.mark.slow
 def test_training_is_deterministic(tmp_path: Path) -> None:
     first, again = (found(COPY, tmp_path / name) for name in ("first", "again"))
     assert first["curves"] == again["curves"] and first["slices"] == again["slices"]

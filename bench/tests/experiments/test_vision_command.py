@@ -65,7 +65,6 @@ def test_models_are_trained_and_reported_once(
     assert reported.status == 0 and "vision/images" in (output / "report.csv").read_text()
 
 
-@pytest.mark.slow
 def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path) -> None:
     cell, cpu = VisionCell(replace(TINY, images=str(images), epochs=2)), torch.device("cpu")
     whole = Vision().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), cpu, lambda *_: False)

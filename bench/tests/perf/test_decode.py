@@ -76,7 +76,6 @@ def test_replays_of_a_graph_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert told == ["event", "replay", "event"] * 2 and len(replays) == 2
 
 
-@pytest.mark.slow
 def test_state_bytes_are_those_of_the_cache() -> None:
     """Two layers of Llama hold keys and values of every token but the last; ours hold the same for any prompt."""
     tokens, width = TINY.seq_len + 8 - 1, TINY.hidden_size

@@ -76,7 +76,6 @@ def test_steps_reduce_the_loss_and_store_no_gradients() -> None:
     assert not trainer.is_finite()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "option"), [("compiled", None), ("captured", "reduce-overhead")])
 def test_compiled_modes_compile_the_model_with_its_loss(
     mode: str, option: str | None, monkeypatch: pytest.MonkeyPatch
@@ -143,7 +142,6 @@ def run(kalmix: Any, output: Path, *options: object) -> Any:
     )
 
 
-@pytest.mark.slow
 def test_a_process_that_dies_loses_its_own_row_only(kalmix, tmp_path: Path, monkeypatch) -> None:
     def build_or_die(name: str, size: ModelSize) -> nn.Module:
         return os._exit(3) if name == "kla" else build.build(name, size)  # type: ignore[return-value]
@@ -201,7 +199,6 @@ def test_prepared_rows_are_neither_timed_nor_written(kalmix, tmp_path: Path, mon
     assert len(list(Results(tmp_path / "output" / "results.jsonl").read())) == 2
 
 
-@pytest.mark.slow
 def test_values_that_are_not_finite_are_an_exit_status(kalmix, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(measure.Trainer, "is_finite", lambda self: False)
     result = run(kalmix, tmp_path, "--rows", "attention")

@@ -23,7 +23,6 @@ def quickly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(timing.BUDGET, "cpu", 0.01)
 
 
-@pytest.mark.slow
 def test_all_parts_are_measured_and_missing_peers_have_a_reason(kalmix, tmp_path: Path, monkeypatch) -> None:
     for library in ("fla", "liger_kernel"):
         for module in [name for name in sys.modules if name.startswith(f"{library}.")]:
