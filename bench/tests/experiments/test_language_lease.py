@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import kalmix_bench.experiments.language.run  # noqa: F401 - each process would import it
 from kalmix_bench.datasets.corpus_pieces import pack
 from kalmix_bench.experiments.language.protocol import PRESETS
 from kalmix_bench.runner import workers

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.recall.cell_line import parse_cell
 from kalmix_bench.experiments.recall.protocol import RecallCell
