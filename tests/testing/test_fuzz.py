@@ -7,6 +7,8 @@ from kalmix import ops
 from kalmix.testing import fuzz
 from kalmix.testing.draws import SIGNAL_DRAWS, draw, fuzzed_ops
 from kalmix.testing.fuzz import kernels_on, measure, run_case
+from kalmix.testing.recursions import stack_inputs
+from kalmix.testing.tolerances import perturb_inputs
 
 
 def test_call_is_reproducible_by_number():
@@ -47,10 +49,25 @@ def test_op_without_draws_uses_its_problems(monkeypatch):
     assert all(outcome.quantities for outcome in outcomes)
 
 
-@pytest.mark.parametrize("cases", [40, pytest.param(300, marks=pytest.mark.slow)])
-def test_random_calls_stay_within_budget(cases):
+@pytest.mark.parametrize("op", ["additive", "delta", "diagonal", "dense", "ridge"])
+def test_recursion_filters_several_inputs_at_once(op, monkeypatch):
+    """Budgets of a call need the results of several rounded inputs."""
+    stacked = []
+    monkeypatch.setattr(fuzz, "stack_inputs", lambda *x: stacked.append(x) or stack_inputs(*x))
+    for number in range(6, 12):
+        case, weights = draw(number, kernels_on("cpu"), (op,)), []
+        inputs = {name: x.double() for name, x in case.x.items()} | fuzz.ones_of(case)
+        fuzz.exact(case, weights, inputs)
+        trials = [perturb_inputs(inputs, 1e-3, i) for i in range(3)]
+        expected = [fuzz.exact(case, weights, x) for x in trials]
+        torch.testing.assert_close(fuzz.exact_many(case, weights, trials), expected, rtol=1e-6, atol=1e-9)
+    assert stacked
+
+
+@pytest.mark.parametrize(("seed", "cases"), [(0, 40), pytest.param(1, 260, marks=pytest.mark.slow)])
+def test_random_calls_stay_within_budget(seed, cases):
     """Run a fixed number, so that every machine runs the same calls; `python -m kalmix.testing.fuzz` runs more."""
-    assert fuzz.fuzz(fuzz.parse(["--cases", str(cases)])) == 0
+    assert fuzz.fuzz(fuzz.parse(["--seed", str(seed), "--cases", str(cases)])) == 0
 
 
 def test_all_drawn_numbers_are_finite():

@@ -34,12 +34,13 @@ from kalmix.testing.cases import PROBLEMS, Case
 from kalmix.testing.draws import SIGNAL_DRAWS, TILE_KERNELS, Draw, draw, fuzzed_ops
 from kalmix.testing.measure import forward, gradients
 from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
-from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, symmetric
+from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, stack_inputs, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
 
 # Triton stores H, x and its adjoint in bfloat16; k'x may be far smaller than x.
 HALF_INTERMEDIATES = {"rounding.decays", "rounding.grams", "rounding.solutions"}
 TILE = 64  # largest number of tokens that a kernel sums at once
+MOST_STACKED = 2**22  # numbers of the states of all tokens that `exact_many` filters at once
 PER_SEED = 10**9  # call numbers per seed
 SMALLEST = {torch.float64: 1e-290, torch.float32: 1e-30, torch.bfloat16: 1e-30, torch.float16: 2.0**-24}
 
@@ -164,14 +165,14 @@ def tolerances(
     terms = max(16, case.sizes["K"], min(case.sizes["T"], TILE))
     single, double = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
-    def recompute(inputs: Tensors) -> list[Tensor]:
-        if inputs is x:
-            return expected
-        return exact(case, weights, {name: y if name in DATA else y.float() for name, y in inputs.items()})
+    def recompute(trials: list[Tensors]) -> list[list[Tensor]]:
+        single_inputs = [{name: y if name in DATA else y.float() for name, y in inputs.items()} for inputs in trials]
+        return exact_many(case, weights, single_inputs)
 
     epsilons = [torch.finfo(dtype).eps for dtype in returned]
     few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow and have many tokens to round
-    computed = budgets(recompute, x, torch.float32, returned, draws=DRAWS if few else 3 * DRAWS)
+    draws = DRAWS if few else 3 * DRAWS
+    computed = budgets(lambda _: expected, x, torch.float32, returned, draws=draws, exact_many=recompute)
     allowed = [e + (budget - e) * (terms / 16) ** 0.5 for e, budget in zip(epsilons, computed, strict=True)]
     if case.op == "dense":  # rounding a covariance p changes gains by eps p / r^2
         statistics: dict[str, Any] = {"certainty": 0.0}
@@ -182,7 +183,8 @@ def tolerances(
     if case.kernel in TILE_KERNELS and case.dtype != torch.float32:
         inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALF_INTERMEDIATES}
         straight = [torch.float64] * len(returned)
-        halves = budgets(partial(exact, case, weights), inputs, torch.float64, straight, case.dtype, draws=3 * DRAWS)
+        run, run_many = partial(exact, case, weights), partial(exact_many, case, weights)
+        halves = budgets(run, inputs, torch.float64, straight, case.dtype, 3 * DRAWS, run_many)
         allowed = [a + b for a, b in zip(allowed, halves, strict=True)]
     return allowed
 
@@ -232,6 +234,19 @@ def exact(case: Draw, weights: list[Tensor], x: Tensors) -> list[Tensor]:
     """Return outputs and gradients of the independent recursion, in the dtype of its inputs."""
     formula = attend_pairs if case.op == "attend" else partial(filter_tokens, case.op)
     return answers(case, lambda inputs: formula(inputs, case.options, case.sequences), x, weights)
+
+
+def exact_many(case: Draw, weights: list[Tensor], trials: list[Tensors]) -> list[list[Tensor]]:
+    """Return `exact` of each input. The recursion filters the sequences of all inputs at once if they are small."""
+    count, s = len(trials), case.sizes
+    numbers = count * s["T"] * s["N"] * s["G"] * s["K"] * max(s["K"], s["V"])
+    shared = case.op == "diagonal" and case.x["log_decay"].ndim == 3  # the same dynamics for all sequences
+    if case.op == "attend" or shared or numbers > MOST_STACKED:
+        return [exact(case, weights, x) for x in trials]
+    x, runs = stack_inputs(trials, case.sequences)
+    repeated = [torch.cat([w] * count) for w in weights]
+    found = answers(case, lambda inputs: filter_tokens(case.op, inputs, case.options, runs), x, repeated)
+    return [list(parts) for parts in zip(*(y.unflatten(0, (count, y.shape[0] // count)) for y in found), strict=True)]
 
 
 def ones_of(case: Draw) -> Tensors:

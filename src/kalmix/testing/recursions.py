@@ -70,6 +70,16 @@ def filter_tokens(op: str, x: Tensors, options: dict[str, Any], runs: list[Run])
     return [*outputs, *state]
 
 
+def stack_inputs(trials: list[Tensors], runs: list[Run]) -> tuple[Tensors, list[Run]]:
+    """Combine several inputs of `filter_tokens` that have the same sequences; return the inputs and sequences of all.
+
+    A signal has one row per batch row, a prior one per sequence. Ones that model rounding have the shape `[T, N, ...]`.
+    """
+    axes, rows = {name: int(name.startswith("rounding.")) for name in trials[0]}, trials[0]["v"].shape[0]
+    stacked = {name: torch.cat([x[name] for x in trials], axis) for name, axis in axes.items()}
+    return stacked, [(i * rows + row, start, stop) for i in range(len(trials)) for row, start, stop in runs]
+
+
 FIELDS: dict[str, tuple[str, ...]] = {
     "additive": ("mean",),
     "delta": ("mean",),
@@ -228,11 +238,12 @@ def iterate(system: Tensor, rhs: Tensor, solver: Any, least: Tensor, most: Tenso
 
 def chebyshev(system: Tensor, rhs: Tensor, least: Tensor, most: Tensor, iterations: int) -> Tensor:
     """Solve by Algorithm 1 of Gated KalmaNet, for eigenvalues between `least` and `most`."""
-    rho, weight = (most - least) / (most + least), torch.full_like(least, 2.0)
-    before, x = torch.zeros_like(rhs), 2 * rhs / (most + least)
+    total = most + least
+    rho_squared, weight = ((most - least) / total) ** 2, torch.full_like(least, 2.0)
+    before, x = torch.zeros_like(rhs), 2 * rhs / total
     for _ in range(iterations):
-        weight = 4 / (4 - rho**2 * weight)
-        step = 2 * weight / (most + least) * (times(system, x) - rhs)
+        weight = 4 / (4 - rho_squared * weight)
+        step = 2 * weight / total * (times(system, x) - rhs)
         before, x = x, x - step + (weight - 1) * (x - before)
     return x
 

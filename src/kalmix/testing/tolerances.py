@@ -72,16 +72,19 @@ def budgets(
     output_dtypes: Sequence[torch.dtype],
     products: torch.dtype | None = None,
     draws: int = DRAWS,
+    exact_many: Callable[[list[Tensors]], Sequence[Sequence[Tensor]]] | None = None,
 ) -> list[float]:
     """Return the budget of each output of `exact`, relative and norm-wise.
 
     Args:
         exact: float64 function from inputs to outputs or gradients.
         inputs: float64 tensors.
-        computed: dtype in which the kernel computes.
-        returned: dtype of each output.
+        compute_dtype: dtype in which the kernel computes.
+        output_dtypes: dtype of each output.
         products: half-precision dtype to which the kernel rounds products, if any.
         draws: number of random roundings; the largest change counts.
+        exact_many: function from several inputs to the outputs of `exact` for each. It is called instead of `exact` for
+            all rounded inputs together, and rounds no beliefs.
     """
     expected = exact(inputs)
     allowed = [torch.finfo(dtype).eps for dtype in output_dtypes]
@@ -89,12 +92,20 @@ def budgets(
         if dtype is None:
             continue
         epsilon = torch.finfo(dtype).eps
-        perturbed = []
-        for draw in range(draws):
-            with transform_stored_beliefs(
-                partial(perturb_belief, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
-            ):
-                perturbed.append(exact(perturb_inputs(inputs, epsilon, draw)))
+        rounded = [perturb_inputs(inputs, epsilon, draw) for draw in range(draws)]
+        if exact_many is None:
+            perturbed = [_with_rounded_beliefs(exact, x, epsilon, draw) for draw, x in enumerate(rounded)]
+        else:
+            perturbed = exact_many(rounded)
         for i in range(len(expected)):
             allowed[i] += times * (epsilon + max(relative_error(outputs[i], expected[i]) for outputs in perturbed))
     return allowed
+
+
+def _with_rounded_beliefs(
+    exact: Callable[[Tensors], Sequence[Tensor]], inputs: Tensors, epsilon: float, draw: int
+) -> Sequence[Tensor]:
+    """Call `exact`; the oracle in it rounds the belief after every token."""
+    rounding = partial(perturb_belief, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
+    with transform_stored_beliefs(rounding):
+        return exact(inputs)
