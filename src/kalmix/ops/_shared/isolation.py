@@ -41,9 +41,12 @@ def isolate_non_finite(
     present = [x for x in signals if x is not None]
     if present[0].device.type == "cpu" and not torch.compiler.is_compiling() and _all_finite(present):
         return function(*signals)
-    pairs = zip(signals, fill or (0.0,) * len(signals), strict=True)
-    result = function(*(x if x is None else torch.where(x.isfinite(), x, value) for x, value in pairs))
-    non_finite = _non_finite_tokens([x.isfinite() for x in present], belief[0].shape[1])
+    masks = [None if x is None else x.isfinite() for x in signals]
+    fills = fill or (0.0,) * len(signals)
+    replaced = [x if m is None else torch.where(m, x, value) for x, m, value in zip(signals, masks, fills, strict=True)]
+    non_finite = _non_finite_tokens([mask for mask in masks if mask is not None], belief[0].shape[1])
+    del masks  # as large as the signals
+    result = function(*replaced)
     tokens, sequences = _propagate(non_finite, segments)
     mean, variance = _set_nan(result.mean, tokens[..., None]), result.variance
     if variance is not None:
@@ -62,7 +65,7 @@ def _all_finite(signals: list[Tensor]) -> bool:
 def _non_finite_tokens(finite: list[Tensor], heads: int) -> Tensor:
     """Combine masks of finite values to a mask `[B, T, G]` of tokens with any value that is not."""
     per_head = [x.flatten(3).all(-1) if x.ndim > 3 else x for x in finite]
-    per_head = [x.repeat_interleave(heads // x.shape[2], 2) for x in per_head]
+    per_head = [x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2) for x in per_head]
     return torch.stack(per_head).logical_not().any(0)
 
 
