@@ -31,6 +31,7 @@ SAME_IN_FLOAT64 = {
     "half_precision_inputs_keep_float32_beliefs",  # the same case
     "nothing_reaches_other_sequences",
     "nothing_later_reaches_earlier_tokens",
+    "strides_do_not_matter",
     "second_derivatives_are_right_or_refused",
     "forward_mode_is_right_or_refused",
     "vmap_is_right_or_refused",
@@ -45,8 +46,14 @@ SLOW_INTERPRETED = {  # several seconds each; `additive` and `attend` stand for 
 }
 
 
+VARIANTS = ("attend-window", "attend-shared")  # of `attend`, which stands for them in some laws
 COMPILED = {("triton", "additive")}  # others are compiled by tests of layers and in `test_compiled_lengths`
-VARIANTS = ("attend-window", "attend-shared")  # of `attend`, which stands for them in these laws:
+INDUCTOR = ("additive", "attend", "dense")  # on a CPU
+NOT_COMPILED = {  # on a CPU, to one graph: other tests compile the same code (kernel -> problems)
+    "reference": ("additive-keys", *VARIANTS, "delta-keys", "dense", "dense-heads"),  # other problems of their ops
+    "chunked": (*INDUCTOR, "attend-shared", "delta-keys", "dense-heads"),  # also layers
+    "triton": ("additive-keys", "delta", "dense", "diagonal", "ridge"),  # `test_compiled_lengths` and opcheck
+}
 SAME_IN_VARIANTS = {
     "agrees_over_all_documented_noises",
     "forward_mode_is_right_or_refused",
@@ -68,10 +75,6 @@ def _slow(case, name):
         return True
     if name == "agrees_over_all_documented_noises" and case.dtype == torch.float64:  # errors of float32 are larger
         return True
-    if name == "strides_do_not_matter" and case.dtype == torch.float64:  # float32 runs the same code
-        return True
-    if name == "agrees_at_lengths_around_tiles" and case.kernel == "reference":  # it has no tiles
-        return True
     return case.interpreted and name in SLOW_INTERPRETED and case.name not in ("additive", "attend")
 
 
@@ -80,13 +83,22 @@ def _tried(case, name, law):
     return pytest.param(case, law, id=f"{case}-{name}", marks=slow)
 
 
-TRIED = [
-    _tried(case, name, law)
-    for case in CASES
-    for name, law in laws(case).items()
-    if name not in SAME_IN_FLOAT64 or case.dtype != torch.float64
-    if name != "compiles_with_inductor" or case.device != "cpu" or case.name in ("additive", "attend", "dense")
-]
+def _covered(case, name):
+    """Return whether other cases run all code that the law would run."""
+    if case.dtype == torch.float64 and name in SAME_IN_FLOAT64:
+        return True
+    if case.device != "cpu":
+        return False
+    if name == "compiles_to_one_graph":
+        return case.name in NOT_COMPILED.get(case.kernel, ())
+    if name == "agrees_at_lengths_around_tiles":
+        return case.kernel == "reference"  # it has no tiles
+    if name in SAME_IN_VARIANTS and case.name in VARIANTS:
+        return case.dtype == torch.float64  # float32 runs the same code; `attend` runs in both
+    return name == "compiles_with_inductor" and case.name not in INDUCTOR
+
+
+TRIED = [_tried(case, name, law) for case in CASES for name, law in laws(case).items() if not _covered(case, name)]
 
 
 @pytest.mark.parametrize(("case", "law"), TRIED)
