@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,13 +18,15 @@ from kalmix.ops import OPS
 
 WIDTH = 16
 LENGTHS = (7, 16, 33, 64, 65, 100, 128, 200, 257, 300)
-KINDS = ("kla", "bayesian", "gated-kalmanet", "gated-deltanet", "recurrent-afa")  # one for each kind of kernel
-KINDS += ("attention", "mamba2", "kda", "rt-afa")  # and for each kind of layer
+BATCHES = (2, 3, 4, 5, 6) * 2
+# In these, functions of autograd are traced. They are trained with `dynamic=True`, others with dynamic inputs only.
+ALL_DYNAMIC = ("gated-kalmanet", "recurrent-afa", "controlled-afa")
+COVERED = {"afa": "controlled-afa", "deltanet": "gated-deltanet"}  # code of the second includes that of the first
+TRAINED = [name for name in MIXERS if name not in COVERED]
 
 
-def each_layer(fast: tuple[str, ...]) -> Any:
-    marks = {name: [] if name in fast else [pytest.mark.slow] for name in MIXERS}
-    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks[name]) for name in MIXERS])
+def fast_and_slow(fast: tuple[str, ...], slow: Sequence[str]) -> list[Any]:
+    return [*fast, *(pytest.param(name, marks=pytest.mark.slow) for name in slow if name not in fast)]
 
 
 def make_layer(name: str, **options: Any) -> Mixer:
@@ -51,10 +53,10 @@ class Counting:
         return self.compile(*graph_and_inputs)
 
 
-def compiled(layer: Mixer, backend: str) -> tuple[Callable[..., Any], Counting]:
+def compiled(layer: Mixer, backend: str, dynamic: bool | None = None) -> tuple[Callable[..., Any], Counting]:
     torch.compiler.reset()
     counting = Counting(backend)
-    return torch.compile(layer, backend=counting, fullgraph=True), counting
+    return torch.compile(layer, backend=counting, fullgraph=True, dynamic=dynamic), counting
 
 
 def inputs(count: int, length: int) -> Tensor:
@@ -66,45 +68,40 @@ def agree(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * (1 + largest))
 
 
-@each_layer(("kla", "gated-deltanet", "recurrent-afa"))
-def test_two_graphs_serve_all_lengths_and_batch_sizes(name):
+INFERENCE = ("bayesian", "gated-kalmanet", "linear-attention", "afa")  # with the fast ones, a layer for each op
+
+
+@pytest.mark.parametrize("name", fast_and_slow(("kla", "gated-deltanet", "recurrent-afa"), INFERENCE))
+def test_two_graphs_serve_inference_at_all_lengths_and_batch_sizes(name):
     layer = make_layer(name)
     run, counting = compiled(layer, "eager")
     with torch.no_grad():
-        for batch, length in zip((2, 3, 4, 5, 6) * 2, LENGTHS, strict=True):
+        for batch, length in zip(BATCHES, LENGTHS, strict=True):
             x = inputs(batch, length)
             agree(run(x)[0], layer(x)[0])
     assert counting.graphs <= 2
 
 
-@each_layer(())
-def test_two_graphs_serve_training_at_all_lengths(name):
-    layer = make_layer(name)
-    run, counting = compiled(layer, "aot_eager")
-    for length in LENGTHS:
-        x = inputs(2, length)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", TRAINED)
+def test_one_dynamic_graph_serves_training_at_all_lengths_and_batch_sizes(name):
+    """With `dynamic=True`, numbers of a module are inputs of the graph, so functions of autograd must not read them."""
+    layer, graphs = make_layer(name), []
+    batches = [inputs(*sizes) for sizes in zip(BATCHES, LENGTHS, strict=True)]
+    run, counting = compiled(layer, "aot_eager", dynamic=True if name in ALL_DYNAMIC else None)
+    if name not in ALL_DYNAMIC:
+        torch._dynamo.mark_dynamic(batches[0], [0, 1])
+    for x in batches:
         got, expected = (_gradients(function, layer, x) for function in (run, layer))
         for ours, theirs in zip(got, expected, strict=True):
             agree(ours, theirs)
-    assert counting.graphs <= 2
+        graphs.append(counting.graphs)
+    # With `dynamic=True`, PyTorch compiles twice in the first call: again when it knows which numbers are constant.
+    assert graphs[0] <= (2 if name in ALL_DYNAMIC else 1) and graphs[-1] == graphs[0]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_layers_train_with_dynamic_shapes_from_the_first_call(name):
-    """Numbers of a module are inputs of such a graph, so functions of autograd must not read them."""
-    layer = make_layer(name)
-    torch.compiler.reset()
-    run = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
-    for length in (7, 33, 100):
-        x = inputs(2, length)
-        got, expected = (_gradients(function, layer, x) for function in (run, layer))
-        for ours, theirs in zip(got, expected, strict=True):
-            agree(ours, theirs)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in KINDS if name in WITH_TRITON])
+@pytest.mark.parametrize("name", ["kla", "bayesian", "gated-kalmanet", "gated-deltanet", "mamba2"])  # one for each op
 def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch):
     """Tensors are fake: they have shapes but no data, so that nothing is computed."""
     monkeypatch.setattr(dispatch, "DEVICES", ("cuda", "cpu"))
@@ -112,7 +109,7 @@ def test_two_graphs_serve_training_with_triton_at_all_lengths(name, monkeypatch)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu") as device:
             layer = make_layer(name, kernel="triton")
         run, counting = compiled(layer, "aot_eager")
-        for batch, length in zip((2, 3, 4, 5, 6) * 2, (*LENGTHS[:-2], 1000, 4096), strict=True):
+        for batch, length in zip(BATCHES, (*LENGTHS[:-2], 1000, 4096), strict=True):
             run(torch.randn(batch, length, WIDTH, device=device))[0].sum().backward()
     assert counting.graphs <= 2
 
@@ -125,7 +122,7 @@ def _gradients(function: Callable[..., Any], layer: Mixer, x: Tensor) -> list[Te
     return [torch.zeros(()) if z is None else z for z in found]
 
 
-@each_layer(("gated-deltanet",))
+@pytest.mark.parametrize("name", fast_and_slow(("gated-deltanet",), TRAINED))
 def test_two_graphs_serve_decoding(name):
     """A graph is compiled for the first state, and one for states of other sizes or memory layouts."""
     layer = make_layer(name)
@@ -140,7 +137,8 @@ def test_two_graphs_serve_decoding(name):
     assert counting.graphs <= 2
 
 
-EXPORTED = [(name, False) for name in MIXERS] + [(name, True) for name in KINDS]
+STRICT = ("kla", "recurrent-afa", "attention")  # traced by the compiler, as the tests above
+EXPORTED = [(name, False) for name in MIXERS] + [(name, True) for name in STRICT]
 EXPORTED_FAST = [(name, False) for name in ("kla", "bayesian", "afa", "recurrent-afa")]
 
 
