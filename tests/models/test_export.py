@@ -9,19 +9,25 @@ from torch.export import Dim, export
 from kalmix.layers import MIXERS
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 
-CASES = [(name, False) for name in MIXERS if name != "design"] + [("gated-deltanet", True), ("afa", True)]
-FAST = {("gated-deltanet", False)}
-FAST_PREFILL = {"afa"}
+SLOW = pytest.mark.slow
+# Layers and `strict`. The tests of layers export each of them; here is one for each kind of block.
+CASES = [
+    (["gated-deltanet"], False),
+    pytest.param(["afa"], True, marks=SLOW),
+    pytest.param(["afa-transformer"], False, marks=SLOW),
+]
+NAMES = [name for name in MIXERS if name not in ("afa", "design")]
+PREFILLED = [["afa"], *(pytest.param(NAMES[i : i + 3], marks=SLOW) for i in range(0, len(NAMES), 3))]
 
 
-@pytest.mark.parametrize(
-    ("name", "strict"), [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in CASES]
-)
-def test_exported_model_serves_all_batch_sizes_and_lengths(name, strict):
+def build(layers: list[str]) -> KalmixForCausalLM:
     torch.manual_seed(0)
-    model = KalmixForCausalLM(
-        KalmixConfig(vocab_size=32, hidden_size=16, layers=[name] * 2, initializer_range=0.5)
-    ).eval()
+    return KalmixForCausalLM(KalmixConfig(vocab_size=32, hidden_size=16, layers=layers, initializer_range=0.5)).eval()
+
+
+@pytest.mark.parametrize(("layers", "strict"), CASES)
+def test_exported_model_serves_all_batch_sizes_and_lengths(layers, strict):
+    model = build(layers)
     dynamic = {"input_ids": {0: Dim("batch"), 1: Dim("length")}, "use_cache": None}
     example = {"input_ids": torch.randint(2, 32, (2, 8)), "use_cache": False}
     exported = export(model, (), example, dynamic_shapes=dynamic, strict=strict).module()
@@ -45,16 +51,13 @@ class Prefill(torch.nn.Module):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "name", [pytest.param(x, marks=[] if x in FAST_PREFILL else [pytest.mark.slow]) for x in MIXERS if x != "design"]
-)
-def test_exported_prefill_of_padded_prompts_returns_the_cache_of_the_model(name):
+@pytest.mark.parametrize("layers", PREFILLED, ids="+".join)
+def test_exported_prefill_of_padded_prompts_returns_the_cache_of_the_model(layers):
     """The longest prompt is shorter than a row, which exported code cannot know."""
-    torch.manual_seed(0)
-    model = Prefill(
-        KalmixForCausalLM(KalmixConfig(vocab_size=32, hidden_size=16, layers=[name], initializer_range=0.5)).eval()
-    )
+    model = Prefill(build(layers))
     mask = torch.tensor([[1, 0, 0, 0, 0, 0, 0], [0, 0, 1, 1, 0, 0, 0]])
     given = (torch.randint(2, 32, (2, 7)), mask)
     exported = export(model, given, dynamic_shapes=({1: Dim("length")},) * 2).module()
-    torch.testing.assert_close(exported(*given), model(*given), rtol=1e-4, atol=1e-5)
+    longer = (torch.randint(2, 32, (2, 35)), torch.cat([mask, torch.ones(2, 28, dtype=torch.int64)], 1))
+    for prompts in (given, longer):
+        torch.testing.assert_close(exported(*prompts), model(*prompts), rtol=1e-4, atol=1e-5)
