@@ -169,7 +169,7 @@ def test_a_drafted_token_keeps_its_inputs_alone():
 @torch.no_grad()
 def test_compiled_calls_are_recorded():
     """A compiled call of one token joins the call before it; a crop then leaves one token of both."""
-    model, ids = build("kla"), tokens(1, 9)
+    model, ids = build(["kla"]), tokens(1, 9)
     cache = model(ids[:, :5]).past_key_values
     cache.activate_past_recording()
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
