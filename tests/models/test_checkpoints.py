@@ -215,14 +215,3 @@ def test_resized_vocabulary(logit_cap):
         assert logits.shape[-1] == model.config.vocab_size == 50
         torch.testing.assert_close(logits[..., :40], expected)
         assert (model.lm_head.weight is model.model.embed_tokens.weight) == tie
-
-
-@pytest.mark.slow
-def test_language_model_does_not_need_transformers():
-    code = (
-        "import sys; sys.modules['transformers'] = None  # as if it were not installed\n"
-        "import kalmix, kalmix.layers, kalmix.models; from kalmix.models import LanguageModel; import torch\n"
-        "model = LanguageModel(9, 8, ['kla', 'attention'])\n"
-        "print(model.logits(model(model.embed_tokens(torch.arange(5)[None])).hidden_state).shape)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)

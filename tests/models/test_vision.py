@@ -1,8 +1,5 @@
 """Image classifiers: published sizes, windows, any layer as mixer, registration with timm."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -166,71 +163,6 @@ def test_images_of_another_shape_are_refused(shape):
 def test_layers_without_a_state_are_refused():
     with pytest.raises(ArgumentError, match="`mixer` builds a layer that returns a Tensor"):
         VisionModel(**{**TINY, "mixer": lambda width: nn.Linear(width, width)})(torch.randn(1, 3, 32, 32))
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_timm_is_imported_only_with_vision_models():
-    run(
-        """
-import sys, types
-timm = types.ModuleType("timm")
-timm.__spec__ = __import__("importlib.machinery").machinery.ModuleSpec("timm", None)
-sys.modules["timm"] = timm
-import kalmix, kalmix.models, kalmix.layers
-assert "kalmix.models.vision.timm" not in sys.modules and "kalmix.models.vision" not in sys.modules
-"""
-    )
-
-
-@pytest.mark.slow
-def test_broken_timm_causes_a_warning_only(tmp_path):
-    (tmp_path / "timm.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
-    said = run(
-        f"""
-import sys, warnings
-sys.path.insert(0, {str(tmp_path)!r})
-with warnings.catch_warnings(record=True) as result:
-    warnings.simplefilter("always")
-    import kalmix.models.vision
-print([str(warning.message) for warning in result if "nms" in str(warning.message)])
-"""
-    )
-    assert "timm is installed but cannot be imported" in said
-
-
-@pytest.mark.slow
-def test_models_are_registered_with_timm(tmp_path):
-    """Use a stand-in for timm that records calls; the next test uses the real one."""
-    (tmp_path / "timm").mkdir()
-    (tmp_path / "timm" / "__init__.py").write_text("")
-    (tmp_path / "timm" / "models.py").write_text(
-        """
-made = {}
-generate_default_cfgs = dict
-def register_model(function):
-    return made.setdefault(function.__name__, function)
-def build_model_with_cfg(kind, name, pretrained, feature_cfg, **options):
-    assert name == "gkavision_tiny" and not pretrained
-    return kind(**options)
-"""
-    )
-    run(
-        f"""
-import sys, torch
-sys.path.insert(0, {str(tmp_path)!r})
-from kalmix.models import gkavision_tiny
-from timm.models import made
-with torch.device("meta"):
-    model = made["gkavision_tiny"](num_classes=7, in_chans=1, drop_rate=0.1, drop_path_rate=0.1)
-assert model.head.out_features == 7 and model.drop.p == 0.1 and model.stem[0].in_channels == 1
-"""
-    )
 
 
 def test_timm_creates_the_models():
