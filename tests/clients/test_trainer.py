@@ -7,7 +7,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer, TrainingArguments
 
-from .conftest import sentences
+from .conftest import build, sentences
 
 COMMON = {
     "max_steps": 3,
@@ -27,12 +27,13 @@ FEATURES = {
     "label smoothing": {"label_smoothing_factor": 0.1},
     "gradient accumulation": {"gradient_accumulation_steps": 2},
     "bf16": {"bf16": True},
-    "torch_compile": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
     "neftune": {"neftune_noise_alpha": 5.0},
     "length groups": {"train_sampling_strategy": "group_by_length"},
     "adafactor": {"optim": "adafactor"},
     "batch size finder": {"auto_find_batch_size": True},
 }
+
+LAYER_FEATURES = ("plain", "checkpointing", "checkpointing, not reentrant", "bf16")  # they change what layers compute
 
 
 def _rows(tokenizer, count: int = 16) -> Dataset:
@@ -50,12 +51,25 @@ def _losses(trainer: Trainer) -> list[float]:
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-@pytest.mark.parametrize("feature", FEATURES)
-def test_trainer_lowers_the_loss(feature, model, tokenizer, tmp_path):
-    trainer = _trainer(model, tokenizer, tmp_path, **{"max_steps": 12, "learning_rate": 3e-3, **FEATURES[feature]})
+def _assert_loss_decreases(model, tokenizer, folder, **options) -> None:
+    trainer = _trainer(model, tokenizer, folder, max_steps=12, learning_rate=3e-3, **options)
     trainer.train()
     losses = _losses(trainer)
     assert sum(losses[-3:]) < sum(losses[:3])
+
+
+@pytest.mark.parametrize(
+    ("feature", "model"),
+    [*((feature, "hybrid") for feature in FEATURES), *((feature, "kla") for feature in LAYER_FEATURES)],
+    indirect=["model"],
+)
+def test_trainer_lowers_the_loss(feature, model, tokenizer, tmp_path):
+    _assert_loss_decreases(model, tokenizer, tmp_path, **FEATURES[feature])
+
+
+def test_trainer_lowers_the_loss_of_a_compiled_model(tokenizer, tmp_path):
+    options = {"torch_compile": True, "torch_compile_backend": "aot_eager"}
+    _assert_loss_decreases(build(["kla"], tokenizer), tokenizer, tmp_path, **options)
 
 
 def test_evaluation_and_prediction(model, tokenizer, tmp_path):
