@@ -24,7 +24,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LENGTHS = (200, 5, 16, 17, 48, 65, 128, 129, 1000, 4096)
 SLOW = pytest.mark.slow
 PROBLEMS = ("delta-keys", "dense", "diagonal", "ridge", "additive-keys", "attend")
-# `delta-keys` has the kernels of `additive-keys`; `attend` takes seconds to compile, and has no code for a single row.
+# `delta-keys` has the kernels of `additive-keys`. `attend` takes seconds to compile, one row by the same code as two.
 COMPILED = [(name, 1, False) for name in PROBLEMS[:4]]
 COMPILED += [pytest.param(name, 2, packed, marks=SLOW) for name in PROBLEMS for packed in (False, True)]
 
