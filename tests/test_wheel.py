@@ -44,7 +44,8 @@ def in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [folder / "env" / "bin" / program, *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=folder, env={"COLUMNS": "80"}, check=False)
+        environment = {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}  # threads of busy cores wait for each other
+        return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
     return run
 
