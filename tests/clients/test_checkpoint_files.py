@@ -8,6 +8,8 @@ from accelerate import cpu_offload
 from accelerate.hooks import remove_hook_from_submodules
 from transformers import AutoModelForCausalLM, pipeline
 
+from kalmix import ArgumentError
+from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.layers import MIXERS
 
 from .conftest import build
@@ -38,11 +40,14 @@ def _of_mixer(mixer: str, tokenizer, **options):
     return build([entry] * 2, tokenizer, **options)
 
 
-def _offload_blocks(model, folder):
-    """Return the model with its blocks on disk, loaded from a new checkpoint."""
+def _offload_blocks(model, folder, **parts):
+    """Return the model with its blocks on disk, or `parts` of the second one, loaded from a new checkpoint."""
     model.save_pretrained(folder / "model")
     places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
     blocks = {f"model.layers.{i}": "disk" if i else "cpu" for i in range(model.config.num_hidden_layers)}
+    if parts:
+        del blocks["model.layers.1"]
+        blocks |= {f"model.layers.1.{name}": place for name, place in parts.items()}
     return AutoModelForCausalLM.from_pretrained(
         folder / "model", device_map={**places, **blocks}, offload_folder=str(folder / "disk")
     )
@@ -61,6 +66,21 @@ def test_blocks_are_offloaded_to_disk(mixer, tokenizer, tmp_path):
     if model.model.layers.mixers[0].attention_map(torch.randn(1, 3, 32)) is not None:
         maps = (x(ids, output_attentions=True).attentions for x in (offloaded, model))
         torch.testing.assert_close(*maps)
+
+
+@pytest.mark.parametrize("parts", [{"norm": "disk", "mixer": "cpu"}, {"norm": "cpu", "mixer": "disk"}], ids=str)
+def test_blocks_that_are_offloaded_in_part_are_refused(parts, tokenizer, tmp_path):
+    model = _of_mixer("kla", tokenizer)
+    with pytest.raises(ArgumentError, match="offloads a part of a block"):
+        _offload_blocks(model, tmp_path, **parts)(_ids(model))
+
+
+def test_layers_of_offloaded_models_are_diagnosed(tokenizer):
+    model = build(["kla", "gated-deltanet"], tokenizer)
+    offloaded = cpu_offload(copy.deepcopy(model))
+    embedded = model.model.embed_tokens(_ids(model)[0])
+    found, expected = (diagnose_layers(x.model.layers, embedded, weights=True)[1][0] for x in (offloaded, model))
+    torch.testing.assert_close(found[1:], expected[1:])
 
 
 def test_marginal_predictions_of_offloaded_blocks(tokenizer, tmp_path):

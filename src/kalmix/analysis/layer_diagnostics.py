@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.models.offload import loaded
 from kalmix.models.stack import BlockStack
 
 
@@ -44,16 +45,21 @@ def diagnose_layers(stack: BlockStack, x: Tensor, *, weights: bool = False) -> t
     diagnostics = []
     layers = zip(stack.mixers, output.mixer_inputs, output.beliefs, strict=True)
     for number, (mixer, inputs, belief) in enumerate(layers, 1):
-        readout = mixer.read(inputs, None, None, True)[0] if mixer.has_posterior else None
-        if readout is not None and readout.variance is not None and belief.variance is not None:
-            gain, maps = mixer.write_gain(inputs), mixer.attention_map(inputs) if weights else None
-            diagnostics.append(
-                LayerDiagnostics(
-                    f"layer {number}",
-                    readout.variance[0].float().cpu(),
-                    belief.variance[0].mean(-1).float().cpu(),
-                    None if gain is None else gain[0].float().cpu(),
-                    None if maps is None else maps[0].float().cpu(),
-                )
+        with loaded(mixer):
+            readout = mixer.read(inputs, None, None, True)[0] if mixer.has_posterior else None
+        if readout is None or readout.variance is None or belief.variance is None:
+            continue
+        with loaded(mixer):
+            gain = mixer.write_gain(inputs)  # calls the mixer, after which its weights are offloaded again
+        with loaded(mixer):
+            maps = mixer.attention_map(inputs) if weights else None
+        diagnostics.append(
+            LayerDiagnostics(
+                f"layer {number}",
+                readout.variance[0].float().cpu(),
+                belief.variance[0].mean(-1).float().cpu(),
+                None if gain is None else gain[0].float().cpu(),
+                None if maps is None else maps[0].float().cpu(),
             )
+        )
     return output.hidden_state[0], diagnostics

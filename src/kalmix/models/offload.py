@@ -8,17 +8,28 @@ from typing import Any
 
 from torch import nn
 
+from kalmix.errors import ArgumentError
+
 
 def load_whole(block: nn.Module) -> None:
     """Make accelerate load all weights of a block, if they are offloaded, when the block or its mixer is called.
 
     By itself, accelerate loads the weights of each module that is called. A mixer also reads weights of modules that it
     does not call, such as its dynamics.
+
+    Raises:
+        ArgumentError: a part of the block is offloaded, and another is not.
     """
     mixer: Any = block.mixer
-    done = _is_offloaded(block) and _is_offloaded(mixer)
-    if done or not (_is_offloaded(block) or _is_offloaded(block.norm)):
+    whole = _is_offloaded(block)
+    if whole and _is_offloaded(mixer):
         return
+    if not (whole or _is_offloaded(block.norm) or _is_offloaded(mixer.out_proj)):  # few parts, for speed
+        return
+    with_weights = (part for part in block.modules() if next(part.parameters(recurse=False), None) is not None)
+    if not whole and not all(map(_is_offloaded, with_weights)):
+        expected = "whole blocks, `model.layers.N`"
+        raise ArgumentError("device_map", problem="offloads a part of a block", expected=expected)
     from accelerate.hooks import attach_align_device_hook, remove_hook_from_module
 
     name, hook = next((name, vars(part)["_hf_hook"]) for name, part in block.named_modules() if _is_offloaded(part))
@@ -39,7 +50,7 @@ def load_whole(block: nn.Module) -> None:
 
 
 def loaded(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which the weights of a block or mixer are loaded, for calls of methods beside `forward`."""
+    """Return a context in which weights of a block or mixer are loaded, for calls of methods other than `forward`."""
     return _loaded(module) if _is_offloaded(module) else nullcontext()
 
 
