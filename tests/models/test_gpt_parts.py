@@ -103,8 +103,11 @@ def test_configuration_has_the_cap_under_the_name_of_other_models() -> None:
     assert "final_logit_softcapping" not in config.to_dict()
     assert KalmixConfig(**config.to_dict()).to_dict() == config.to_dict()
     assert KalmixConfig(final_logit_softcapping=3.0).logit_cap == 3.0
+    assert KalmixConfig(logit_cap=3.0, final_logit_softcapping=None).logit_cap == 3.0
     with pytest.raises(ArgumentError, match="logit_cap"):
         KalmixConfig(final_logit_softcapping=0.0)
+    with pytest.raises(ArgumentError, match="final_logit_softcapping"):
+        KalmixConfig(logit_cap=3.0, final_logit_softcapping=5.0)
 
 
 @pytest.mark.parametrize("settings", [{"mlp_activation": "gelu"}, {"logit_cap": 0.0}, {"zero_init": 1}], ids=str)

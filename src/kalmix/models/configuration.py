@@ -163,7 +163,10 @@ class KalmixConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         for alias, name in self.attribute_map.items():
-            setattr(self, name, kwargs.pop(alias, getattr(self, name)))
+            given, value = kwargs.pop(alias, None), getattr(self, name)
+            if None not in (given, value) and given != value:
+                raise ArgumentError(alias, got=given, expected=f"the value of `{name}`, {value}, or None")
+            setattr(self, name, value if given is None else given)
         hints = get_annotations(KalmixConfig, eval_str=True)
         check_types(hints, {name: getattr(self, name) for name in CONFIG_FIELDS if name != "layers"})
         check_format({"format": self.format}, Path("config.json"))
