@@ -114,11 +114,11 @@ def assemble(configuration: Configuration) -> Resources:
 def memory_key(configuration: Configuration, ignored: Collection[str] = ()) -> tuple[Any, ...]:
     """Return a key that is equal for configurations to which `allocate` gives equal memory.
 
-    The passes until memory is allocated depend on the generation of the GPU, such as 8 of `sm_80`, `sm_86` and `sm_89`.
+    Passes until memory is allocated depend on the generation of the GPU, which is 8 for `sm_80`, `sm_86` and `sm_89`.
 
     Args:
         configuration: the configuration.
-        ignored: constants of which the memory does not depend.
+        ignored: constants that do not affect the memory.
     """
     options = sorted((name, x) for name, x in configuration.options.items() if name not in ignored)
     generation = GPUS[configuration.gpu].architecture // 10
@@ -141,7 +141,7 @@ def compile_all(
         compile_one: `allocate` or `assemble`.
         store: JSON lines of earlier results, which are not computed again; new results are added.
         processes: how many run at a time.
-        ignored: constants of which the memory does not depend.
+        ignored: constants that do not affect the memory.
     """
     kind = compile_one.__name__
     known = {x["key"]: Resources(*x["resources"]) for x in read_rows(store) if x["kind"] == kind}
@@ -155,23 +155,25 @@ def compile_all(
         else:
             waiting.append(first)
     workers = [_Compiler(found, compile_one) for _ in range(min(processes, len(waiting)))]
-    while waiting or any(worker.key for worker in workers):
+    try:
+        while waiting or any(worker.key for worker in workers):
+            for worker in workers:
+                if worker.key is None and waiting:
+                    worker.begin(waiting.pop(0))
+            ready = wait([worker.link for worker in workers if worker.key])
+            for worker in workers:
+                if worker.link in ready:
+                    key, resources = worker.result()
+                    known.update(dict.fromkeys(equal[key], resources))
+                    append_rows(store, [{"key": key, "kind": kind, "resources": resources}])
+    finally:
         for worker in workers:
-            if worker.key is None and waiting:
-                worker.begin(waiting.pop(0))
-        ready = wait([worker.link for worker in workers if worker.key])
-        for worker in workers:
-            if worker.link in ready:
-                key, resources = worker.result()
-                known.update(dict.fromkeys(equal[key], resources))
-                append_rows(store, [{"key": x, "kind": kind, "resources": resources} for x in equal[key]])
-    for worker in workers:
-        worker.end()
+            worker.end()
     return {key: known[key] for key in found}
 
 
 class _Compiler:
-    """Process that compiles one configuration after the other; another takes its place if it dies.
+    """Process that compiles configurations one at a time, and is replaced if it dies.
 
     Args:
         found: configurations by key.
@@ -186,7 +188,8 @@ class _Compiler:
     def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         self.link, theirs = context.Pipe()
-        self._process = context.Process(target=_compile_in_child, args=(self._compile_one, self._found, theirs))
+        arguments = self._compile_one, self._found, theirs
+        self._process = context.Process(target=_compile_in_child, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -208,8 +211,8 @@ class _Compiler:
             return key, Resources(error=f"Triton ended the process with signal {signal}")
 
     def end(self) -> None:
-        """End the process."""
-        self.link.send(None)
+        """End the process, also while it compiles."""
+        self._process.terminate()
         self._process.join()
 
 
@@ -219,13 +222,13 @@ def _compile_in_child(
     silent = os.open(os.devnull, os.O_WRONLY)
     os.dup2(silent, 1)
     os.dup2(silent, 2)  # Triton prints the whole module
-    while (key := link.recv()) is not None:
+    while True:
+        key = link.recv()
         try:
             resources = compile_one(found[key])
         except Exception as error:
             resources = Resources(error=(str(error) or type(error).__name__)[-300:])
         link.send(resources)
-    os._exit(0)
 
 
 def summarize(collector: Collector, results: dict[str, Resources]) -> list[dict[str, Any]]:
