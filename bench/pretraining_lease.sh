@@ -16,6 +16,7 @@ set -uo pipefail
 carried=${CARRIED:-.gpu}
 python=${PYTHON:-python3} work=${WORK:-/tmp/kalmix-language} limit=${LIMIT:-580} steps=${STEPS:-200} preset=${PRESET:-paper}
 alone=${ALONE:-310} all=${ALL:-$(nvidia-smi -L 2> /dev/null | wc -l)} peer=${PEER:-fla gated-deltanet} site=${SITE:-/tmp/site}
+[ "$all" -gt 0 ] || { echo "error: there is no GPU" >&2; exit 2; }
 mkdir -p "$O" "$work/text"
 exec > >(tee "$O/pretraining.log") 2>&1
 export PYTHONPATH="$PWD/src:$PWD/bench/src:$site" PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4
@@ -72,6 +73,7 @@ time_model() {  # NAME MODE GPUS LIMIT: add a row
 # Rows on one GPU: name, mode. The peer is first, since it takes longest.
 single=("$peer:eager" llama:eager gated-deltanet:eager gated-deltanet:compiled llama:compiled kla:eager kda:eager)
 taken=$(mktemp -d)
+trap 'rm -r "$taken"' EXIT
 take_rows() {  # GPU: add rows that no other GPU has taken, one after the other
   export CUDA_VISIBLE_DEVICES=$1
   local row
@@ -85,8 +87,8 @@ for ((gpu = 0; gpu < all; gpu++)); do
   take_rows "$gpu" & waiting+=($!)
 done
 wait "${waiting[@]}"
-rm -r "$taken"
 for model in gated-deltanet llama kla "$peer"; do
+  [ "$all" -gt 1 ] || break  # they are rows of stage 1
   time_model "$model" eager "$all" "$(least "$(left)" 90)"
 done
 rows
