@@ -14,7 +14,7 @@ train: $(VENV)/.train-installed  ## train a Kalman language model on real text, 
 test: setup  ## run the tests, without the slow ones; ARGS="-k laws" for some
 	$(BIN)/pytest -n 2 --dist worksteal --durations 20 $(ARGS)
 
-# Each process of the tests compiles by itself: a pool of compilers would import torch once more for each.
+# Processes of the tests compile by themselves, since each process of a pool of compilers would import torch again.
 test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" for these alone
 	TORCHINDUCTOR_COMPILE_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal -m "slow or not slow" $(ARGS)
 

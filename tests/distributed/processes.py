@@ -25,17 +25,17 @@ def run_ranks(function: Callable[..., None], world: int, folder: Path, *argument
     copy = folder.with_name(f"{folder.name}-before")
     shutil.copytree(folder, copy)
     try:
-        fork(function, world, folder, *arguments)
+        start_ranks(function, world, folder, *arguments)
     except multiprocessing.ProcessExitedException as error:
         if error.signal_name != "SIGSEGV":
             raise
         warnings.warn(f"{function.__name__}: {error}; trying once more", stacklevel=2)
         shutil.rmtree(folder)
         shutil.copytree(copy, folder)
-        fork(function, world, folder, *arguments)
+        start_ranks(function, world, folder, *arguments)
     finally:
         shutil.rmtree(copy)
 
 
-def fork(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
+def start_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
     multiprocessing.start_processes(function, (world, str(folder), *arguments), world, start_method="forkserver")

@@ -51,7 +51,7 @@ COMPILED = {("triton", "additive")}  # others are compiled by tests of layers an
 INDUCTOR = ("additive", "attend", "dense")  # on a CPU
 NOT_COMPILED = {  # on a CPU, to one graph: other tests compile the same code (kernel -> problems)
     "reference": ("additive-keys", *VARIANTS, "delta-keys", "dense", "dense-heads"),  # other problems of their ops
-    "chunked": (*INDUCTOR, "attend-shared", "delta-keys", "dense-heads"),  # also layers
+    "chunked": ("attend-shared", "delta-keys", "dense-heads"),
     "triton": ("additive-keys", "delta", "dense", "diagonal", "ridge"),  # `test_compiled_lengths` and opcheck
 }
 SAME_IN_VARIANTS = {

@@ -1,4 +1,4 @@
-"""`torchrun` trains one model in two processes with the same command."""
+"""One model is trained in two processes, which torchrun starts with the same command."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _SAVING = 250.0  # seconds before it at which cells stop
 
 
 class Clock:
-    """Module `time` whose clock jumps to the time at which cells store a checkpoint and stop.
+    """Replacement for the module `time`. Its clock jumps to the time at which cells store a checkpoint and stop.
 
     Args:
         results: file of rows.

@@ -1,4 +1,4 @@
-"""Python for shell scripts whose programs run in forks of this process, which has imported all packages."""
+"""Stand-in for the Python executable that runs the programs of a shell script in forks of this process."""
 
 from __future__ import annotations
 
@@ -63,11 +63,15 @@ class WarmPython:
         link, _ = self._server.accept()
         with link:
             message, handles, _, _ = socket.recv_fds(link, 1 << 16, 3)
-            while not message.endswith(b"\n"):
-                message += link.recv(1 << 16)
+            while not message.endswith(b"\n") and (more := link.recv(1 << 16)):
+                message += more
+            command = json.loads(message)
             child = os.fork()
             if child == 0:
-                _execute(*json.loads(message), handles)
+                try:
+                    _execute(*command, handles)
+                finally:  # also if the output is closed: a fork must not go on with the tests
+                    os._exit(70)
             for handle in handles:
                 os.close(handle)
             _, status = os.waitpid(child, 0)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -42,6 +43,7 @@ def _fork_rank(program, options, variables):
     if child:
         return child
     try:
+        signal.alarm(300)  # ends a rank that waits for ever
         os.environ.update(variables)
         sys.argv = ["program", *map(str, options)]
         end_process(program.main() or 0)

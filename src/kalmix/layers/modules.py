@@ -131,7 +131,7 @@ def norm_weight(norm: nn.Module, width: int, eps: float, like: Tensor) -> Tensor
 
     If the norm has an adapter, the weight is found by a call with ones.
     """
-    if type(norm) is RMSNorm:  # hooks would see the ones
+    if type(norm) is RMSNorm:  # a call with ones would run hooks
         return norm.weight.to(like.dtype)
     return norm(like.new_ones(1, width))[0].to(like.dtype) * (1 + eps) ** 0.5
 

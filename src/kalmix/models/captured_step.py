@@ -230,8 +230,9 @@ def refusal(model: Any) -> str | None:
 
 
 def has_hooks(model: Any) -> bool:
-    """Return whether modules of a model have forward hooks, which replays of a graph do not run.
+    """Return whether submodules of a model have forward hooks, which replays of a graph do not run.
 
+    Hooks of the model itself run, since the model is called.
     Those of `enable_input_require_grads` do not count: they do nothing without gradients.
     """
     ignored = {handle.id for handle in getattr(model, "_require_grads_hooks", ())}
