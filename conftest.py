@@ -32,7 +32,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _exempt_objects_from_garbage_collection() -> Iterator[None]:
-    """Exempt objects that outlive the tests of a module too, such as compiled graphs."""
+    """After each module, exempt surviving objects, such as compiled graphs, from garbage collection too."""
     yield
     gc.collect()
     gc.freeze()

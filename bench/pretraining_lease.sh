@@ -5,7 +5,7 @@
 #     O=$OUT COMMIT=ID bash bench/pretraining_lease.sh
 #
 # Leaves $O/pretraining.jsonl, with a row per model, mode and number of GPUs, and $O/pretraining.log.
-# 1. On one GPU each, until ALONE seconds: every free GPU takes the next row of the list `single`.
+# 1. On one GPU each: every free GPU takes the next row of the list `single`. None begins later than ALONE - 15 seconds.
 # 2. On all GPUs, one after the other: gated-deltanet, llama, kla, fla gated-deltanet.
 # fla tunes its kernels in its first step, which took 205 s on an H200. Stage 2 finds the results in Triton's cache.
 # CARRIED (default .gpu) has what the machine lacks: whl/*.whl, fla.txz (fla-core, flash-linear-attention and tilelang,

@@ -44,7 +44,7 @@ def in_wheel(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     def run(program: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         command = [folder / "env" / "bin" / program, *arguments]
-        environment = {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}  # threads of busy cores wait for each other
+        environment = {"COLUMNS": "80", "OMP_NUM_THREADS": "1"}  # more threads than free cores slow each other down
         return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, check=False)
 
     return run

@@ -83,8 +83,8 @@ def budgets(
         output_dtypes: dtype of each output.
         products: half-precision dtype to which the kernel rounds products, if any.
         draws: number of random roundings; the largest change counts.
-        exact_many: function from several inputs to the outputs of `exact` for each. It is called instead of `exact` for
-            all rounded inputs together, and rounds no beliefs.
+        exact_many: function from several inputs to the outputs of `exact` for each. It replaces `exact` for the rounded
+            inputs, all in one call. Beliefs are then not rounded.
     """
     expected = exact(inputs)
     allowed = [torch.finfo(dtype).eps for dtype in output_dtypes]
