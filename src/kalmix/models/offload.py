@@ -24,7 +24,7 @@ def load_whole(block: nn.Module) -> None:
     whole = _is_offloaded(block)
     if whole and _is_offloaded(mixer):
         return
-    if not (whole or _is_offloaded(block.norm) or _is_offloaded(mixer.out_proj)):  # few parts, for speed
+    if not (whole or any(map(_is_offloaded, (block.norm, getattr(mixer, "out_proj", mixer))))):  # few parts, for speed
         return
     with_weights = (part for part in block.modules() if next(part.parameters(recurse=False), None) is not None)
     if not whole and not all(map(_is_offloaded, with_weights)):
