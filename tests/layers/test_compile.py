@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from kalmix.layers import MIXERS, Mixer
 from kalmix.layers.fused import dispatch
 from kalmix.ops import OPS
+from kalmix.testing.laws import CountingBackend
 
 WIDTH = 16
 LENGTHS = (7, 16, 33, 64, 65, 100, 128, 200, 257, 300)
@@ -41,21 +42,9 @@ def has_triton_kernel(layer: type[Mixer]) -> bool:
 WITH_TRITON = [name for name, layer in MIXERS.items() if has_triton_kernel(layer)]
 
 
-class Counting:
-    """Compiler backend that counts graphs."""
-
-    def __init__(self, backend: str) -> None:
-        self.compile = torch._dynamo.lookup_backend(backend)
-        self.graphs = 0
-
-    def __call__(self, *graph_and_inputs: Any) -> Callable[..., Any]:
-        self.graphs += 1
-        return self.compile(*graph_and_inputs)
-
-
-def compiled(layer: Mixer, backend: str, dynamic: bool | None = None) -> tuple[Callable[..., Any], Counting]:
+def compiled(layer: Mixer, backend: str, dynamic: bool | None = None) -> tuple[Callable[..., Any], CountingBackend]:
     torch.compiler.reset()
-    counting = Counting(backend)
+    counting = CountingBackend(backend)
     return torch.compile(layer, backend=counting, fullgraph=True, dynamic=dynamic), counting
 
 

@@ -15,7 +15,7 @@ with optional_imports():
     from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kalmix.models.blocks import Block
-from kalmix.models.offload import load_whole
+from kalmix.models.offload import hook_whole_block
 
 
 class KalmixBlock(GradientCheckpointingLayer, Block):
@@ -24,7 +24,7 @@ class KalmixBlock(GradientCheckpointingLayer, Block):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call `forward`; before that, let accelerate load the weights of the whole block if they are offloaded."""
         if not torch.compiler.is_compiling():
-            load_whole(self)
+            hook_whole_block(self)
         return super().__call__(*args, **kwargs)
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 from kalmix.errors import ArgumentError
 
 
-def load_whole(block: nn.Module) -> None:
+def hook_whole_block(block: nn.Module) -> None:
     """Make accelerate load all weights of a block, if they are offloaded, when the block or its mixer is called.
 
     By itself, accelerate loads the weights of each module that is called. A mixer also reads weights of modules that it
