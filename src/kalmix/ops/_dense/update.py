@@ -114,9 +114,12 @@ class DenseUpdate(NamedTuple):
 
 
 def _condition(covariance: Tensor, information: Tensor, right: Tensor) -> Tensor:
-    """Compute (I + P J)^-1 right."""
+    """Compute (I + P J)^-1 right; the inverse exists, since P and J have no negative eigenvalues.
+
+    Unlike `solve`, `solve_ex` does not wait for the device to test that, so a CUDA graph can hold it.
+    """
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    return torch.linalg.solve(eye + covariance @ information, right)
+    return torch.linalg.solve_ex(eye + covariance @ information, right)[0]
 
 
 def dense(
