@@ -6,10 +6,8 @@ before the belief is known: for the parts of a long sequence on several GPUs, fo
 
 from __future__ import annotations
 
-from inspect import signature
 from typing import Any, ClassVar, Protocol, Self
 
-import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError, any_of
@@ -24,6 +22,7 @@ from kalmix.ops._diagonal.update import DiagonalUpdate as DiagonalUpdate
 from kalmix.ops._diagonal.update import diagonal as diagonal
 from kalmix.ops._ridge.update import RidgeUpdate as RidgeUpdate
 from kalmix.ops._ridge.update import ridge as ridge
+from kalmix.ops._shared.span_filter import SpanCall, filter_spans
 from kalmix.types import Belief, Filtered
 from kalmix.validation import check_positive_int
 
@@ -75,9 +74,10 @@ def filter_in_spans(
     """Call an op on all spans of a sequence at the same time, for long sequences with few heads on one GPU.
 
     The sequences are cut into `spans` parts of equal length, which become batch rows: B rows of T tokens become
-    B `spans` rows of T / `spans`. First, the function computes the update by each span. Then it combines those before
-    each span, one after the other, and applies them to the prior. Last, it runs the op on all spans from these beliefs.
-    So the op runs about twice, with `spans` times as many programs, each of which has fewer sequential steps.
+    B `spans` rows of T / `spans`. First, the function computes the update by each span. Then it applies them to the
+    prior, one after the other. Last, it runs the op on all spans from these beliefs. So the op runs about twice, with
+    `spans` times as many programs, each of which has fewer sequential steps. In the backward pass, gradients of beliefs
+    are passed through the updates, which have no backward pass of their own.
 
     It is not used by default, and whether it is faster depends on the GPU and on B, T and the heads: measure it.
 
@@ -97,8 +97,7 @@ def filter_in_spans(
         ArgumentError: `op` has no updates, `spans` does not divide T, `segments` are given, or the op or its update
             refuses an argument.
 
-    Complexity: that of the update and of the op, and O(spans) combinations of updates. Memory for `spans` updates per
-    sequence.
+    Complexity: that of the update and of the op, and `spans` calls of `apply`. Memory for `spans` updates per sequence.
 
     Example:
         >>> from kalmix import ops, updates
@@ -118,17 +117,12 @@ def filter_in_spans(
     if signals.get("segments") is not None:
         raise ArgumentError("segments", got="segments", expected="None; sequences are cut into equal spans")
     batch, sizes = v.shape[0], {"G": v.shape[2], "K": k.shape[-1], "V": v.shape[3]}
-    cut = {name: _cut(spec, x, spans) for name, x in ({"k": k, "v": v} | signals).items()}
-    accepted = signature(spec.update).parameters
-    update = spec.update(**{name: x for name, x in cut.items() if name in accepted})
-    each = [type(update)(*x) for x in zip(*(x.unflatten(0, (batch, spans)).unbind(1) for x in update), strict=True)]
     prior = spec.prior(v, sizes | {"N": batch}) if belief is None else belief
-    before, total = [prior], each[0]
-    for later in each[1:]:
-        before.append(total.apply(prior))
-        total = total.then(later)
-    start = type(prior)(*(torch.stack(x, 1).flatten(0, 1) for x in zip(*before, strict=True)))
-    mean, variance, final = spec.function(_cut(spec, q, spans), **cut, belief=start)
+    arguments = {"q": q, "k": k, "v": v} | signals
+    tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
+    options = {name: x for name, x in arguments.items() if name not in tensors}
+    call = SpanCall(spec, spans, lambda name, x: _cut(spec, x, spans), tuple(tensors), options)
+    mean, variance, final = filter_spans(call, prior, list(tensors.values()))
     mean, variance = (None if x is None else x.reshape(batch, -1, *x.shape[2:]) for x in (mean, variance))
     last = type(final)(*(x.unflatten(0, (batch, spans))[:, -1] for x in final))
     return Filtered(mean, variance, last)  # pyright: ignore[reportArgumentType]

@@ -8,13 +8,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from host_reads import NoHostReads
 from layers.conftest import LAYERS, shake
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from host_reads import NoHostReads
 from kalmix import ArgumentError, Segments, checks
 from kalmix.distributed import ContextParallel
 from kalmix.distributed.context import ATTENTION
@@ -124,7 +124,7 @@ def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
 
 
 def train_without_host_reads(name: str, world: int) -> None:
-    """Take steps in which the host reads nothing from the device after the first, so that a CUDA graph can hold them."""
+    """Train for two steps; in the second, the host must read nothing from the device: a CUDA graph can hold it."""
     layer = LAYERS[name]()
     for layout in LAYOUTS:
         modes = ("gather", "ring" if name in RINGS else "two-phase")

@@ -32,6 +32,7 @@ CASES = {  # a call that runs each op, forward and backward
 }
 WITHOUT_BACKWARD = {"attend_segment_slots", "ridge_chunked"}
 GRADIENTS_IN_FORWARD = {"linear_cross_entropy"}
+GRADIENTS_BY_ITSELF = {"solve"}  # its backward pass calls the op again
 CONSTANTS = {"rotary_frequencies": (3, 1e4, torch.device(DEVICES[-1]))}  # op without tensors -> its arguments
 
 
@@ -67,7 +68,7 @@ def raw_parameters() -> tuple[Any, ...]:
     return *heads[:5], torch.randn(2, 3), *heads[5:], 1e-3, 1e-2, 0.1, 5
 
 
-FUSED = {  # parts of layers: arguments of the op
+FUSED = {  # parts of layers and of updates: arguments of the op
     "head_signals": two_groups,
     "step_decay": lambda: (torch.randn(2, 5, 6), torch.randn(6), torch.randn(3)),
     "cell_dynamics": lambda: (torch.randn(2, 6), torch.randn(2, 6), torch.randn(2, 6), False),
@@ -81,6 +82,7 @@ FUSED = {  # parts of layers: arguments of the op
         *(2, 2, 0.5, 1e-6, False),
     ),
     "gated_skip": lambda: (torch.randn(2, 5, 4), torch.randn(2, 5, 4), torch.randn(4), torch.randn(2, 5, 4).half()),
+    "solve": lambda: (torch.randn(3, 5, 5).double(), torch.randn(3, 5, 4).double()),
     "softplus_precision": lambda: (torch.randn(2, 5, 4).half(), 1e-4),
     "swiglu": lambda: (torch.randn(2, 5, 6),),
     "add_rms_norm": lambda: (torch.randn(2, 5, 4).half(), torch.randn(2, 5, 4), torch.ones(4), 1e-6, torch.half),
@@ -113,13 +115,13 @@ def test_every_registered_op_has_a_case():
     found = {name.removesuffix("_backward") for name in _registered()}
     assert found == {*CASES, *FUSED, *RECOMPUTED, *CONSTANTS}
     without = {name for name in found if f"{name}_backward" not in _registered()}
-    assert without == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD | CONSTANTS.keys()
+    assert without == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD | GRADIENTS_BY_ITSELF | CONSTANTS.keys()
 
 
 def _check(op: Any, arguments: tuple[Any, ...], **options: Any) -> None:
     """Run opcheck on an op; if it has a backward pass, with gradients for all floating-point arguments."""
     name = op._schema.name.split("::")[1]
-    trains = name in GRADIENTS_IN_FORWARD or f"{name}_backward" in _registered()
+    trains = name in GRADIENTS_IN_FORWARD | GRADIENTS_BY_ITSELF or f"{name}_backward" in _registered()
     given = tree_map_only(Tensor, lambda x: x.requires_grad_(trains and x.is_floating_point()), arguments)
     torch.library.opcheck(op, given, rtol=1e-4, atol=1e-4, **options)
 
@@ -174,7 +176,8 @@ def test_fused_op_passes_opcheck(name, strided):
         found = getattr(torch.ops.kalmix, name).default(*given)
         tree_leaves(found)[0].sum().backward()
     calls = {op._schema.name.split("::")[1]: (op, arguments) for op, arguments in recorded.calls}
-    assert calls.keys() == {name, f"{name}_backward"} - {f"{x}_backward" for x in GRADIENTS_IN_FORWARD}
+    without = GRADIENTS_IN_FORWARD | GRADIENTS_BY_ITSELF
+    assert calls.keys() == {name, f"{name}_backward"} - {f"{x}_backward" for x in without}
     for called in calls.values():
         _check(*called, **({"test_utils": "test_faketensor"} if strided else {}))
 

@@ -23,6 +23,7 @@ from kalmix.distributed.context import Call
 from kalmix.distributed.entry import gather_updates
 from kalmix.ops import OpSpec
 from kalmix.ops._shared.custom_op import PriorSwitch
+from kalmix.ops._shared.two_phase import compute_gradients, entry_gradients
 from kalmix.types import Filtered
 
 Lower = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Any]]
@@ -135,50 +136,21 @@ class _TwoPhases(torch.autograd.Function):
         inputs, entry, outputs, updates, entries, switch = ctx.stored
         ctx.stored = None  # frees the graph
         with switch.turned_on():
-            local = _gradients(outputs, grads, entry, retain=True)
+            local = compute_gradients(outputs, grads, entry, retain=True)
         own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]
         gathered = call.gather_spans(own_grads)
         held, belief = call.context.placement.held, outputs[2:]
-        exits = _exit_gradients(list(zip(*gathered, strict=True)), updates, entries, held)
+        later = entry_gradients(list(zip(*gathered, strict=True)), updates, entries, held[0] + 1)
+        later.append([torch.zeros_like(spans[-1]) for spans in gathered])  # nothing follows the last span
+        exits = [later[span - held[0]] for span in held]
         total = list(grads)
         for i, (x, own) in enumerate(zip(belief, zip(*exits, strict=True), strict=True), 2):
             grad, given = call.final_gradient(x, _join(own)), grads[i]
             total[i] = grad if given is None else given + grad
-        found = _gradients(outputs, total, inputs, retain=False)
+        found = compute_gradients(outputs, total, inputs, retain=False)
         remaining = iter(found)
         return None, *(next(remaining) if needed else None for needed in ctx.needs_grad)
 
 
-def _gradients(
-    outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], inputs: list[Tensor], *, retain: bool
-) -> list[Tensor | None]:
-    """Return the gradients of inputs; `None` for those that no output depends on."""
-    pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x is not None and g is not None and x.requires_grad]
-    if not pairs:
-        return [None] * len(inputs)
-    tensors, upstream = zip(*pairs, strict=True)
-    return list(torch.autograd.grad(tensors, inputs, upstream, retain_graph=retain, allow_unused=True))
-
-
 def _join(tensors: Sequence[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
-
-
-def _exit_gradients(
-    local: list[tuple[Tensor, ...]], updates: list[Any], entries: list[Any], held: list[int]
-) -> list[list[Tensor]]:
-    """Return the gradient of the belief after each span of this rank, from the later spans.
-
-    Args:
-        local: for each span, the gradient of the tensors of its entry belief through the span's own outputs.
-        updates: update by each span.
-        entries: belief before each span; may be `None` after those of this rank if updates are affine.
-        held: spans of this rank, in order of time.
-    """
-    after = [torch.zeros_like(x) for x in local[-1]]
-    exits = {len(updates) - 1: after}
-    for span in range(len(updates) - 1, held[0], -1):
-        passed = updates[span].pull_back(entries[span], *after) if span < len(updates) - 1 else None
-        after = list(local[span]) if passed is None else [x + y for x, y in zip(local[span], passed, strict=True)]
-        exits[span - 1] = after
-    return [exits[span] for span in held]

@@ -15,6 +15,7 @@ from kalmix.ops._additive.api import additive
 from kalmix.ops._dense.api import LEAST_NOISE, check_dense_signals
 from kalmix.ops._dense.api import dense as filter_dense
 from kalmix.ops._dense.joseph import symmetrize
+from kalmix.ops._dense.solve import solve
 from kalmix.ops._dense.tile_statistics import rotate
 from kalmix.ops._shared.step_loop import fill_outside, optional_segment_ids
 from kalmix.ops._shared.update import check_update_tokens, identity_matrix, multiply, to_state_dtype
@@ -108,18 +109,29 @@ class DenseUpdate(NamedTuple):
 
     def pull_back(self, belief: DenseBelief, *grads: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the belief before the tokens, given that belief and those of the one after them."""
-        with torch.enable_grad():
-            before = DenseBelief(*(x.detach().requires_grad_() for x in belief))
-            return torch.autograd.grad(list(self.apply(before)), list(before), grads, materialize_grads=True)
+        transition, information, information_mean = (
+            x.double() for x in (self.transition, self.information, self.information_mean)
+        )
+        mean, covariance = (x.detach().double() for x in belief)
+        mean_grad, covariance_grad = (x.double() for x in grads)
+        system = _system(covariance, information)
+        solved = solve(system, torch.cat([covariance, mean + covariance @ information_mean], -1))
+        grad = torch.cat([symmetrize(covariance_grad) @ transition, mean_grad], -1)  # of `mapped` in `apply`
+        known_grad = solve(system.mT, transition.mT @ grad)
+        covariance_grad, mean_grad = known_grad.split([covariance.shape[-1], mean.shape[-1]], -1)
+        covariance_grad = covariance_grad + mean_grad @ information_mean.mT - known_grad @ solved.mT @ information.mT
+        return mean_grad.to(belief.mean.dtype), covariance_grad.to(belief.covariance.dtype)
 
 
 def _condition(covariance: Tensor, information: Tensor, right: Tensor) -> Tensor:
-    """Compute (I + P J)^-1 right; the inverse exists, since P and J have no negative eigenvalues.
+    """Compute (I + P J)^-1 right."""
+    return solve(_system(covariance, information), right)
 
-    Unlike `solve`, `solve_ex` does not wait for the device to test that, so a CUDA graph can hold it.
-    """
+
+def _system(covariance: Tensor, information: Tensor) -> Tensor:
+    """Compute I + P J, which has an inverse, since P and J have no negative eigenvalues."""
     eye = torch.eye(covariance.shape[-1], dtype=covariance.dtype, device=covariance.device)
-    return torch.linalg.solve_ex(eye + covariance @ information, right)[0]
+    return eye + covariance @ information
 
 
 def dense(
