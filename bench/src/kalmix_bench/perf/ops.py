@@ -72,7 +72,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
     return runs | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
 
 
-def _ours(op: str, kernel: str, x: Signals, **options: Any) -> tuple[Tensor, ...]:
+def _ours(op: str, kernel: str | None, x: Signals, **options: Any) -> tuple[Tensor, ...]:
     if op not in WITH_VARIANCE:
         return (OPS[op].function(**x, **options, kernel=kernel).mean,)
     result = OPS[op].function(**x, **{"variance": True} | options, kernel=kernel)
@@ -85,16 +85,30 @@ def backward(run: Callable[[Signals], tuple[Tensor, ...]], x: Signals, upstream:
     return torch.autograd.grad(results, list(x.values()), weights, allow_unused=True)
 
 
-class Float64Reference:
-    """Outputs and gradients in float64 for the same inputs."""
+class Reference:
+    """Outputs and gradients for the same inputs in a wider dtype.
 
-    def __init__(self, op: str, x: Signals) -> None:
-        self.exactly = partial(_ours, op, "chunked", **CONVERGED.get(op, {}))
-        self.exact = {name: leaf.detach().double().requires_grad_() for name, leaf in x.items()}
+    Args:
+        op: op.
+        x: inputs.
+        dtype: float64 for the chunked kernel; otherwise the kernel that the op chooses.
+        options: other arguments of the op.
+    """
+
+    def __init__(self, op: str, x: Signals, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+        kernel = "chunked" if dtype == torch.float64 else None
+        self.exactly = partial(_ours, op, kernel, **CONVERGED.get(op, {}) | options)
+        self.exact = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in x.items()}
         with torch.no_grad():
             self.want = self.exactly(self.exact)
         self.upstream = [torch.randn_like(y) for y in self.want]
-        self.gradients: dict[int, tuple[Tensor, ...]] = {}  # by number of outputs
+        self._gradients: dict[int, tuple[Tensor, ...]] = {}  # by number of outputs
+
+    def gradients(self, outputs: int) -> dict[str, Tensor]:
+        """Return the gradients of the first `outputs` outputs, which are computed once."""
+        if outputs not in self._gradients:
+            self._gradients[outputs] = backward(lambda y: self.exactly(y)[:outputs], self.exact, self.upstream)
+        return dict(zip(self.exact, self._gradients[outputs], strict=True))
 
     def errors(self, run: Callable[[Signals], tuple[Tensor, ...]], x: Signals) -> tuple[float | None, dict[str, float]]:
         """Return the largest error of the outputs and the error of each gradient, in norm; nothing if a gradient is
@@ -105,12 +119,8 @@ class Float64Reference:
         gradients = dict(zip(x, backward(run, x, weights), strict=True))
         if any(gradient is None for gradient in gradients.values()):
             return None, {}
-        if len(outputs) not in self.gradients:
-            self.gradients[len(outputs)] = backward(
-                lambda y: self.exactly(y)[: len(outputs)], self.exact, self.upstream
-            )
         forward = max(_error(y.view_as(w), w) for y, w in zip(outputs, self.want, strict=False))
-        references = dict(zip(x, self.gradients[len(outputs)], strict=True))
+        references = self.gradients(len(outputs))
         return forward, {name: _error(gradients[name], references[name]) for name in x}
 
 
@@ -137,7 +147,7 @@ def bench(
         backs = measure({name: partial(backward, runs[name], x, upstream) for name in names}, device)
         with torch.no_grad():
             aheads = measure({name: partial(runs[name], x) for name in backs}, device)
-        truth = truth or (Float64Reference(op, x) if errors else None)
+        truth = truth or (Reference(op, x) if errors else None)
         for name, back in backs.items():
             row = _row(name, shape, dtype, aheads[name], back) | {
                 # Relative to the minimum memory: inputs, outputs, and the gradients of both.
