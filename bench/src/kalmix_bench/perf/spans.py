@@ -7,8 +7,8 @@ A row is an op and a number of spans; 1 is the op itself. It has the times, kern
 the forward pass, and of forward with backward. On a GPU, times are medians of device times; if the sum of the times of
 all kernels ("forward_gpu_ms", "both_gpu_ms") is much smaller, the GPU waited for the host. A row also has relative
 errors of the mean and of all gradients, in norm. They compare with the op on the whole sequence in float64, or in
-float32 if float64 fails, takes too long or is not wanted (`--reference`); "reference" says which. Each row is written when it ends. Then prints a
-table, and the numbers of spans that are faster than the op itself.
+float32 if float64 fails, takes too long or is not wanted (`--reference`); "reference" says which. Each row is written
+when it ends. Then prints a table, and the numbers of spans that are faster than the op itself.
 """
 
 from __future__ import annotations
