@@ -1,0 +1,49 @@
+"""Test of the script that checks and times several GPUs on a lent machine: it runs here without models or GPUs."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kalmix.layers import MIXERS
+
+ROOT = Path(__file__).parents[3]
+BASH = shutil.which("bash")
+PYTHON = '#!/bin/sh\necho "called $* on $CUDA_VISIBLE_DEVICES"\n'  # stands in for Python
+
+
+def run(tmp_path: Path, gpus: int) -> "subprocess.CompletedProcess[str]":
+    listed = "".join(f"GPU {i}\\n" for i in range(gpus))
+    for name, text in (("python", PYTHON), ("nvidia-smi", f"#!/bin/sh\nprintf '{listed}'\n")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "all"}
+    given = ["--commit", "abc", "--out", str(tmp_path / "out"), "--python", str(tmp_path / "python"), "--wheels", "-"]
+    command = [str(BASH), "bench/scaling_lease.sh", *given]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "check" / "kla").mkdir(parents=True)
+    (out / "check" / "kla" / "results.jsonl").write_text('{"layer": "kla"}\n')
+    result = run(tmp_path, gpus=3)
+    assert result.returncode == 0 and "exit status 1" not in result.stdout and "] end" in result.stdout
+    logs = {path.stem: path.read_text() for path in out.glob("*.log")}
+    assert logs["tests"].endswith("on 0\n") and "tests/ops/test_updates.py" in logs["tests"]
+    assert logs["spans"].endswith("on 1\n") and "kalmix_bench.perf.spans" in logs["spans"]
+    assert all("--nproc-per-node 3" in line for name in ("speed", "check") for line in logs[name].splitlines())
+    assert "--captured --models bayesian-340m --methods context two-phase" in logs["speed"]
+    compared = ",".join(line.split("--layers ")[1].split(" ")[0] for line in logs["check"].splitlines())
+    assert sorted(compared.split(",")) == sorted([*MIXERS, "hybrid"])
+    assert json.loads((out / "check.jsonl").read_text()) == {"commit": "abc", "layer": "kla"}
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_one_gpu_is_refused(tmp_path: Path) -> None:
+    result = run(tmp_path, gpus=1)
+    assert result.returncode == 2 and "two GPUs are needed; there are 1" in result.stderr
