@@ -35,9 +35,8 @@ cd "$(dirname "$0")/.."
 mkdir -p "$work/packed" "$work/text" "$work/run" "$out"
 
 export PYTHONPATH="$PWD/src:$PWD/bench/src:$work/site" HF_HUB_OFFLINE=1
-if compgen -G "$wheels/*.whl" > /dev/null && [ ! -d "$work/site" ]; then
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$work/site" "$wheels"/*.whl
-fi
+source bench/lease_common.sh
+install_wheels
 
 for name in pieces.json tokenizer; do
   if [ -e "$pieces/$name" ]; then cp -r "$pieces/$name" "$work/"; fi
@@ -88,24 +87,7 @@ if [ "${memory:-0}" -gt $((12 << 20)) ]; then checkpoints="/dev/shm$work/checkpo
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
-sharing=false
-stop_sharing() {
-  if $sharing; then
-    unset CUDA_MPS_PIPE_DIRECTORY
-    echo quit | timeout 10 nvidia-cuda-mps-control > /dev/null 2>&1 || true
-    sharing=false
-  fi
-}
 trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
-share() {  # let several processes use a GPU at once, if that works here
-  unset CUDA_MPS_PIPE_DIRECTORY
-  command -v nvidia-cuda-mps-control > /dev/null && nvidia-cuda-mps-control -d 2> /dev/null || return 0
-  sharing=true
-  timeout 40 "$python" -c "import torch; [torch.zeros(1, device=n) for n in range(torch.cuda.device_count())]" || {
-    echo "the multi-process service does not work; processes take turns"
-    stop_sharing
-  }
-}
 status=0
 run() {  # one command
   local left=$((limit - SECONDS - 25)) ended=0  # starting Python and drawing the report take time, too

@@ -84,11 +84,11 @@ def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-def run_with_extras(extras: Sequence[str], texts: Sequence[str]) -> list[tuple[int, str]]:
-    """Return the exit status and the errors of each text."""
+def run_with_extras(extras: Sequence[str], texts: Sequence[str], folder: Path) -> list[tuple[int, str]]:
+    """Return the exit status and the errors of each text, run in `folder`."""
     arguments = [str(ROOT / "pyproject.toml"), json.dumps(extras), json.dumps(texts)]
     command = [sys.executable, "-c", RUN_WITH_EXTRAS, *arguments]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=folder)
     assert result.returncode == 0, result.stderr
     return [tuple(json.loads(line)) for line in result.stdout.splitlines()]
 
@@ -211,9 +211,10 @@ MISSING = [
 @pytest.mark.parametrize(
     "extras", [pytest.param((), marks=pytest.mark.slow), pytest.param(("cli",), marks=pytest.mark.slow), ("cli", "hf")]
 )
-def test_missing_packages_are_named_with_their_install_command(extras: tuple[str, ...]) -> None:
+def test_missing_packages_are_named_with_their_install_command(extras: tuple[str, ...], tmp_path: Path) -> None:
     cases = [(code, message) for given, code, message in MISSING if given == extras]
-    results = run_with_extras(extras, [code for code, _ in cases])
+    (tmp_path / "text.txt").write_text("words\n")  # `data prepare .` reads it
+    results = run_with_extras(extras, [code for code, _ in cases], tmp_path)
     for (code, message), (status, errors) in zip(cases, results, strict=True):
         assert (status != 0) == bool(message), (code, errors)
         assert not message or message in errors.splitlines()[-1], (code, errors)
