@@ -46,7 +46,7 @@ stage() {  # NAME SECONDS command: run it for at most so long; its output goes t
 }
 together() { "$python" -m torch.distributed.run --standalone --nproc-per-node "$gpus" "$@"; }
 speed() {
-  together -m kalmix_bench.perf.scaling.speed --profile --commit "$commit" --output "$out/speed" --limit 120 "$@"
+  together -m kalmix_bench.perf.scaling.speed --profile --commit "$commit" --output "$out/speed" --limit 65 "$@"
 }
 check() {  # SECONDS layers: compare them; each program has a port and a folder of its own
   together -m kalmix_bench.perf.scaling.check --output "$out/check/${2%%,*}" --limit 60 --deadline "$1" --layers "$2"

@@ -77,7 +77,8 @@ def filter_in_spans(
     B `spans` rows of T / `spans`. First, the function computes the update by each span. Then it applies them to the
     prior, one after the other. Last, it runs the op on all spans from these beliefs. So the op runs about twice, with
     `spans` times as many programs, each of which has fewer sequential steps. In the backward pass, gradients of beliefs
-    are passed through the updates, which have no backward pass of their own.
+    are passed through the updates; ops without a separate gradient of the prior run their backward pass twice. Updates
+    are rounded as the op rounds: those of `additive` and `delta` to the dtype of the tokens.
 
     It is not used by default, and whether it is faster depends on the GPU and on B, T and the heads: measure it.
 
@@ -97,7 +98,8 @@ def filter_in_spans(
         ArgumentError: `op` has no updates, `spans` does not divide T, `segments` are given, or the op or its update
             refuses an argument.
 
-    Complexity: that of the update and of the op, and `spans` calls of `apply`. Memory for `spans` updates per sequence.
+    Complexity: that of the update and of the op, and `spans` - 1 calls of `apply`. Memory for `spans` updates and
+    beliefs per sequence.
 
     Example:
         >>> from kalmix import ops, updates

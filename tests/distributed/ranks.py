@@ -124,7 +124,7 @@ def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
 
 
 def train_without_host_reads(name: str, world: int) -> None:
-    """Train for two steps; in the second, the host must read nothing from the device: a CUDA graph can hold it."""
+    """Train for two steps; in the second, the code around the ops must not let the host read from the device."""
     layer = LAYERS[name]()
     for layout in LAYOUTS:
         modes = ("gather", "ring" if name in RINGS else "two-phase")

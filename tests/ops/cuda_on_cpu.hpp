@@ -1,5 +1,6 @@
 // Runs a CUDA kernel on a CPU. The threads of a block are coroutines that take turns: each runs until `__syncthreads` or
-// a shuffle, and goes on when all others have reached one. So all threads must call these functions equally often.
+// a shuffle, and goes on when all others have reached one. So all threads must call these functions equally often. They
+// take turns in the order of their numbers, or in the reversed one: a race gives other results in one of the two.
 #include <ucontext.h>
 
 #include <cmath>
@@ -45,7 +46,7 @@ static void run_thread() {
 }
 
 // Calls `kernel` for each thread of a grid of blocks. Shared memory holds NaN at first.
-static void run_grid(int width, int height, int threads, std::function<void()> kernel) {
+static void run_grid(int width, int height, int threads, bool reversed, std::function<void()> kernel) {
     constexpr int STACK = 1 << 16;
     std::vector<char> stacks(size_t(threads) * STACK);
     body = kernel;
@@ -64,8 +65,10 @@ static void run_grid(int width, int height, int threads, std::function<void()> k
             }
             for (bool running = true; running;) {
                 running = false;
-                for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
+                for (int turn = 0; turn < threads; ++turn) {
+                    threadIdx.x = reversed ? threads - 1 - turn : turn;
                     if (!ended[threadIdx.x]) swapcontext(&scheduler, &contexts[threadIdx.x]), running = true;
+                }
             }
         }
 }

@@ -137,6 +137,13 @@ def test_cuda_source_compiles(name, K, P, DECAY):
     assert code.startswith(b"\x7fELF")
 
 
+@pytest.mark.skipif(cuda.nvrtc_library() is None, reason="torch comes without NVRTC here")
+@pytest.mark.parametrize("width", [1, 33, 128])
+def test_cuda_source_of_linear_systems_compiles(width):
+    options = (("K", width), ("COLUMNS", 32))
+    assert cuda.compile_source(cuda.nvrtc_library(), FOLDER / "solve.cu", options, "sm_90a").startswith(b"\x7fELF")
+
+
 @pytest.mark.skipif(UNSUPPORTED is not None, reason=str(UNSUPPORTED))
 @pytest.mark.parametrize(("decay", "variance"), [("head", True), ("key", False)])
 @pytest.mark.parametrize("width", [33, 64, 100, 128])

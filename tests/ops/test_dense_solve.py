@@ -84,6 +84,7 @@ def test_batch_axes_broadcast(triton):
     right = draw(4, 2)
     torch.testing.assert_close(solve(matrix, right), torch.linalg.solve(matrix, right.expand(2, 3, 4, 2)))
     assert solve(matrix[:0], right.expand(0, 3, 4, 2)).shape == (0, 3, 4, 2)
+    assert solve(matrix[:0], right).shape == (0, 3, 4, 2)
 
 
 def test_a_wrong_system_changes_no_other(triton):
@@ -118,7 +119,7 @@ def test_updates_use_the_kernel(monkeypatch):
 
 @pytest.mark.parametrize(("width", "columns", "scale"), [(1, 1, 1.0), (5, 33, 1e3), (33, 2, 1e6), (128, 3, 1e3)])
 def test_cuda_code_solves_systems(width, columns, scale, tmp_path):
-    """The kernel in CUDA C++, compiled for the CPU, also with rows of zeros on the diagonal and wrong systems."""
+    """The kernel in CUDA C++, compiled for the CPU; also with pivots beside the diagonal, and with a wrong system."""
     torch.manual_seed(width)
     run = compile_for_cpu(width, tmp_path)
     matrix, right = (x.cpu() for x in systems(width, columns, scale, batch=(2,)))
@@ -126,6 +127,7 @@ def test_cuda_code_solves_systems(width, columns, scale, tmp_path):
         matrix[1] = matrix[1].roll(1, 0)  # the largest coefficients are beside the diagonal
     found = run(matrix, right)
     check(found, matrix, right)
+    assert torch.equal(run(matrix, right, turns="reversed"), found)
     matrix[0, 0, -1] = float("nan")
     changed = run(matrix, right)
     assert torch.equal(changed[1], found[1]) and not changed[0].isfinite().any()
@@ -139,20 +141,19 @@ def compile_for_cpu(width, folder):
     parameters = "const double* a, const double* b, double* x, long long columns"
     source.write_text(
         f'#include "{Path(__file__).parent / "cuda_on_cpu.hpp"}"\n#include "{FOLDER / "solve.cu"}"\n'
-        f'extern "C" void run(int width, int height, {parameters}) '
-        "{ run_grid(width, height, REQUIREMENTS[0], [=] { solve(a, b, x, columns); }); }\n"
+        f'extern "C" void run(int width, int height, int reversed, {parameters}) '
+        "{ run_grid(width, height, REQUIREMENTS[0], reversed, [=] { solve(a, b, x, columns); }); }\n"
     )
     defines = [f"-DK={width}", f"-DCOLUMNS={COLUMNS}"]
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
     subprocess.run(["g++", *options, *defines, "-o", library, source], check=True)
     call = ctypes.CDLL(str(library)).run
 
-    def run(matrix, right):
-        solution = torch.full_like(right, float("nan"))
-        addresses = (ctypes.c_void_p(x.data_ptr()) for x in (matrix.contiguous(), right.contiguous(), solution))
-        columns = right.shape[-1]
-        call(-(-columns // COLUMNS), len(matrix), *addresses, ctypes.c_longlong(columns))
-        return solution
+    def run(matrix, right, turns="in order"):
+        tensors = [matrix.contiguous(), right.contiguous(), torch.full_like(right, float("nan"))]
+        addresses, columns = (ctypes.c_void_p(x.data_ptr()) for x in tensors), right.shape[-1]
+        call(len(matrix), -(-columns // COLUMNS), turns == "reversed", *addresses, ctypes.c_longlong(columns))
+        return tensors[-1]
 
     return run
 

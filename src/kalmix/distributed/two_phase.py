@@ -17,13 +17,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from kalmix.distributed.context import Call
 from kalmix.distributed.entry import gather_updates
 from kalmix.ops import OpSpec
-from kalmix.ops._shared.custom_op import PriorSwitch
-from kalmix.ops._shared.two_phase import compute_gradients, entry_gradients
+from kalmix.ops._shared.custom_op import PriorSwitch, once_differentiable
+from kalmix.ops._shared.two_phase import compute_gradients, entry_gradients, take_stored
 from kalmix.types import Filtered
 
 Lower = Callable[[Tensor, Tensor, dict[str, Any]], dict[str, Any]]
@@ -130,11 +129,10 @@ class _TwoPhases(torch.autograd.Function):
         return tuple(None if x is None else x.detach() for x in outputs)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("`ContextParallel(two_phase=True)`", "`two_phase=False`")
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: Call = ctx.call
-        inputs, entry, outputs, updates, entries, switch = ctx.stored
-        ctx.stored = None  # frees the graph
+        inputs, entry, outputs, updates, entries, switch = take_stored(ctx)
         with switch.turned_on():
             local = compute_gradients(outputs, grads, entry, retain=True)
         own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]

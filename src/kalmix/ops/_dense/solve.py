@@ -1,7 +1,6 @@
 """Batches of linear systems in float64, solved by one kernel on a GPU.
 
-PyTorch solves a few matrices of 128 x 128 one after the other, each with many kernels, and `torch.linalg.solve` makes
-the host wait.
+`torch.linalg.solve` makes the host wait for the device, which a CUDA graph cannot record.
 """
 
 from __future__ import annotations
@@ -15,15 +14,17 @@ from kalmix.ops._shared.custom_op import custom_op, with_launch_cache, without_d
 from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.validation import in_transform
 
-DEVICES = ("cuda",)  # tests add "cpu", where Triton's interpreter runs the kernel
+DEVICES = ("cuda",)  # tests replace it by ("cpu",), where Triton's interpreter runs the kernel
 MAX_WIDTH = 128  # rows of a matrix that one program holds
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
-    """Return the solution X of A X = R; the host does not wait for the device.
+    """Return the solution X of A X = R.
+
+    The host does not wait for the device, so a singular matrix raises no error: its solutions are not finite.
 
     Args:
-        matrix: A, float64 `[..., K, K]`, regular. Gradients and results of a singular one are not finite.
+        matrix: A, float64 `[..., K, K]`, invertible.
         right: R, float64 `[..., K, C]`. Batch axes broadcast.
 
     Returns:
@@ -31,11 +32,11 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
 
     Complexity: O(K^2 (K + C)) per matrix.
     """
+    batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-2])
+    matrix, right = (x.expand(*batch, *x.shape[-2:]) for x in (matrix, right))
     uses_triton = matrix.device.type in DEVICES and HAS_TRITON and matrix.shape[-1] <= MAX_WIDTH and right.numel() > 0
     if not uses_triton or in_transform():
         return torch.linalg.solve_ex(matrix, right)[0]
-    batch = torch.broadcast_shapes(matrix.shape[:-2], right.shape[:-2])
-    matrix, right = (x.expand(*batch, *x.shape[-2:]) for x in (matrix, right))
     return _solve(*(x.reshape(-1, *x.shape[-2:]) for x in (matrix, right))).view(right.shape)
 
 
@@ -53,10 +54,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(inputs[0], output)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:
     matrix, solution = ctx.saved_tensors
     right_grad = _solve(matrix.mT, grad)
-    return -right_grad @ solution.mT, right_grad
+    return -right_grad @ solution.mT if ctx.needs_input_grad[0] else None, right_grad
 
 
 _op = custom_op("kalmix::solve", with_launch_cache(_forward), _forward_fake)

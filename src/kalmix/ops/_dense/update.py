@@ -107,20 +107,21 @@ class DenseUpdate(NamedTuple):
         covariance = symmetrize(multiply(mapped[..., :width], self.transition.mT) + self.covariance)
         return DenseBelief((mapped[..., width:] + self.mean).to(dtype), covariance.to(dtype))
 
+    @torch.no_grad()
     def pull_back(self, belief: DenseBelief, *grads: Tensor) -> tuple[Tensor, ...]:
         """Return the gradients of the belief before the tokens, given that belief and those of the one after them."""
         transition, information, information_mean = (
             x.double() for x in (self.transition, self.information, self.information_mean)
         )
-        mean, covariance = (x.detach().double() for x in belief)
-        mean_grad, covariance_grad = (x.double() for x in grads)
+        mean, covariance, mean_grad, covariance_grad = (x.double() for x in (*belief, *grads))
         system = _system(covariance, information)
         solved = solve(system, torch.cat([covariance, mean + covariance @ information_mean], -1))
-        grad = torch.cat([symmetrize(covariance_grad) @ transition, mean_grad], -1)  # of `mapped` in `apply`
-        known_grad = solve(system.mT, transition.mT @ grad)
-        covariance_grad, mean_grad = known_grad.split([covariance.shape[-1], mean.shape[-1]], -1)
-        covariance_grad = covariance_grad + mean_grad @ information_mean.mT - known_grad @ solved.mT @ information.mT
-        return mean_grad.to(belief.mean.dtype), covariance_grad.to(belief.covariance.dtype)
+        mapped_grad = torch.cat([symmetrize(covariance_grad) @ transition, mean_grad], -1)  # of `mapped` in `apply`
+        known_grad = solve(system.mT, transition.mT @ mapped_grad)
+        direct, through_mean = known_grad.split([covariance.shape[-1], mean.shape[-1]], -1)
+        through_system = known_grad @ solved.mT @ information.mT
+        before = direct + through_mean @ information_mean.mT - through_system
+        return through_mean.to(belief.mean.dtype), before.to(belief.covariance.dtype)
 
 
 def _condition(covariance: Tensor, information: Tensor, right: Tensor) -> Tensor:

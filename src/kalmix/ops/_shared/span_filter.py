@@ -8,12 +8,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from kalmix.ops._shared.custom_op import PriorSwitch
+from kalmix.ops._shared.custom_op import PriorSwitch, once_differentiable
 from kalmix.ops._shared.op_spec import OpSpec
-from kalmix.ops._shared.two_phase import compute_gradients, entry_gradients
+from kalmix.ops._shared.two_phase import compute_gradients, entry_gradients, take_stored
 from kalmix.types import Filtered
+from kalmix.validation import in_transform
+
+ALTERNATIVE = "the op itself, with kernel='reference'"
 
 
 class SpanCall(NamedTuple):
@@ -40,7 +42,7 @@ class SpanCall(NamedTuple):
         return tensors[:leaves], {name: self.cut(name, x) for name, x in given.items()} | self.options
 
     def updates(self, arguments: dict[str, Any]) -> list[Any]:
-        """Return the update by each span, `[B, ...]`."""
+        """Return the update by each span, `[B, ...]`, rounded as the op rounds."""
         function = self.op.update_as_filtered or self.op.update
         assert function is not None
         accepted = signature(function).parameters
@@ -71,7 +73,8 @@ class SpanCall(NamedTuple):
 def filter_spans(call: SpanCall, belief: Any, tensors: list[Tensor]) -> Filtered:
     """Filter all spans; the results have spans as batch rows.
 
-    In eager code the updates have no graph of their own: gradients of beliefs are passed through them by `pull_back`.
+    In eager code autograd does not record the updates: gradients of beliefs are passed through them by `pull_back`. In
+    compiled code, and under transforms of `torch.func`, it does.
 
     Args:
         call: the call.
@@ -79,11 +82,12 @@ def filter_spans(call: SpanCall, belief: Any, tensors: list[Tensor]) -> Filtered
         tensors: the arguments that `call.names` names.
     """
     inputs = [*belief, *tensors]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or in_transform():
         leaves, arguments = call.split(inputs)
         entries = call.entries(call.updates(arguments), type(belief)(*leaves))
         mean, variance, *final = call.run(arguments, call.join(entries))
     else:
+        inputs = inputs if torch.is_grad_enabled() else [x.detach() for x in inputs]  # `forward` cannot ask that
         mean, variance, *final = _Spans.apply(call, *inputs)
     return Filtered(mean, variance, call.op.belief(*final))  # pyright: ignore[reportArgumentType]
 
@@ -109,11 +113,10 @@ class _Spans(torch.autograd.Function):
         return tuple(None if x is None else x.detach() for x in outputs)
 
     @staticmethod
-    @once_differentiable
+    @once_differentiable("`filter_in_spans`", ALTERNATIVE)
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         call: SpanCall = ctx.call
-        inputs, entry, outputs, updates, entries, switch = ctx.stored
-        ctx.stored = None  # frees the graph
+        inputs, entry, outputs, updates, entries, switch = take_stored(ctx)
         with switch.turned_on():
             local = compute_gradients(outputs, grads, entry, retain=True)
         filled = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]
@@ -122,6 +125,5 @@ class _Spans(torch.autograd.Function):
         prior = found.pop(0) if needs_prior else [None] * len(entry)
         exits = call.join([*found, [torch.zeros_like(x) for x in entries[0]]])
         total = [*grads[:2], *(x if g is None else x + g for x, g in zip(exits, grads[2:], strict=True))]
-        learned = [x for x in inputs if x.requires_grad]
-        remaining = iter(compute_gradients(outputs, total, learned, retain=False))
+        remaining = iter(compute_gradients(outputs, total, [x for x in inputs if x.requires_grad], retain=False))
         return None, *prior, *(next(remaining) if x.requires_grad else None for x in inputs)

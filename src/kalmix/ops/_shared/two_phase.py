@@ -13,12 +13,24 @@ import torch
 from torch import Tensor
 
 
+def take_stored(ctx: Any) -> Any:
+    """Return `ctx.stored` and free it: it holds a graph, which allows one backward pass.
+
+    Raises:
+        RuntimeError: it is free already.
+    """
+    stored, ctx.stored = ctx.stored, None
+    if stored is None:
+        raise RuntimeError("a second backward pass needs what the first one freed, also with retain_graph=True")
+    return stored
+
+
 def compute_gradients(
     outputs: Sequence[Tensor | None], grads: Sequence[Tensor | None], inputs: list[Tensor], *, retain: bool
 ) -> list[Tensor | None]:
     """Return the gradients of inputs; `None` for those that no output depends on."""
     pairs = [(x, g) for x, g in zip(outputs, grads, strict=True) if x is not None and g is not None and x.requires_grad]
-    if not pairs:
+    if not pairs or not inputs:
         return [None] * len(inputs)
     tensors, upstream = zip(*pairs, strict=True)
     return list(torch.autograd.grad(tensors, inputs, upstream, retain_graph=retain, allow_unused=True))

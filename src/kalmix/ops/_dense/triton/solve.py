@@ -1,7 +1,7 @@
 """Solution of linear systems in float64: one program solves some columns of one system.
 
 Gauss-Jordan elimination with partial pivoting. The matrix and the right side stay in registers. Rows are not exchanged:
-each keeps its place, and the unknown that it gives in the end is stored.
+each keeps its place, and the unknown that it solves for is stored.
 
 On Hopper the same is CUDA C++, in cuda/solve.cu. Triton finds a row or a column of a matrix by a sum over all of it,
 which takes several times as many instructions.
@@ -24,14 +24,14 @@ MAX_WARPS = 32
 
 @triton.jit(do_not_specialize=["columns"])
 def _kernel(matrices, rights, solutions, columns, K: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
-    system = tl.program_id(1).to(tl.int64)
+    system = tl.program_id(0).to(tl.int64)
     row, other = tl.arange(0, SIZE), tl.arange(0, SIZE)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = (column < columns)[None, :]
     inside = (row < K)[:, None]
     matrix = tl.load(matrices + system * K * K + row[:, None] * K + other[None, :], inside & (other < K)[None, :], 0.0)
     right = tl.load(rights + system * K * columns + row[:, None] * columns + column[None, :], inside & exists, 0.0)
-    unknown = tl.where(row < K, SIZE, -1)  # that a row gives; SIZE: none yet; -1: the row does not exist
+    unknown = tl.where(row < K, SIZE, -1)  # that a row solves for; SIZE: none yet; -1: the row does not exist
     for step in range(K):
         coefficient = tl.sum(tl.where((other == step)[None, :], matrix, 0.0), 1)
         size = tl.where(coefficient == coefficient, tl.abs(coefficient), float("inf"))  # also a row with NaN is chosen
@@ -43,8 +43,8 @@ def _kernel(matrices, rights, solutions, columns, K: tl.constexpr, SIZE: tl.cons
         matrix = tl.where(chosen[:, None], matrix_row[None, :], matrix - coefficient[:, None] * matrix_row[None, :])
         right = tl.where(chosen[:, None], right_row[None, :], right - coefficient[:, None] * right_row[None, :])
         unknown = tl.where(chosen, step, unknown)
-    place = solutions + system * K * columns + unknown[:, None] * columns + column[None, :]
-    tl.store(place, right, inside & exists)
+    addresses = solutions + system * K * columns + unknown[:, None] * columns + column[None, :]
+    tl.store(addresses, right, inside & exists)
 
 
 def solve(matrix: Tensor, right: Tensor) -> Tensor:
@@ -58,5 +58,5 @@ def solve(matrix: Tensor, right: Tensor) -> Tensor:
     else:
         size = padded_width(width)
         constants |= {"SIZE": size, "num_warps": min(MAX_WARPS, max(1, size * size // 512))}
-    Launch(kernel, (triton.cdiv(columns, COLUMNS), systems), (matrix, right, solution, columns), constants).run()
+    Launch(kernel, (systems, triton.cdiv(columns, COLUMNS)), (matrix, right, solution, columns), constants).run()
     return solution
