@@ -70,7 +70,7 @@ if [ ! -f "$work/run/results.jsonl" ]; then
 fi
 echo "$(wc -l < "$work/cells.jsonl") cells after $SECONDS s"
 
-keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
+keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.png "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
 trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
