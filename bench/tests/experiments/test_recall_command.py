@@ -13,7 +13,7 @@ from kalmix_bench import cli
 from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, presets
 from kalmix_bench.experiments.recall.presets import BENCHES, RecallStudy, make_cells
 from kalmix_bench.experiments.recall.published import published_score
-from kalmix_bench.experiments.recall.summary import slices, summarize
+from kalmix_bench.experiments.recall.summary import scores_by_length, slices, summarize
 from kalmix_bench.runner.scores import Score
 
 PNG = b"\x89PNG\r\n"
@@ -239,3 +239,18 @@ def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypa
     by, found = slices(summarize([row])[0])
     assert by == "depth" and {length for length, _ in found} == {464, 640} and {part[1:] for _, part in found} == {"/5"}
     assert (tmp_path / "lengths.png").read_bytes().startswith(PNG)
+
+
+def test_words_are_scored_by_length(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = (Part.of(8, 4, k=3), Part.of(0, 6, k=2), Part.of(0, 4, k=5))
+    protocol = RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3)
+    study = RecallStudy("words/a5", parts, (ModelShape(8),), protocol, ("linear-attention",))
+    monkeypatch.setitem(BENCHES["a5"], "laptop", (study,))
+    result = kalmix("bench", "a5", "--device", "cpu", "--output", tmp_path)
+    assert result.status == 0, result.errors
+    (row,) = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    for scores, value in zip(row["slices"]["score"], (0.5, 1.0, 0.25), strict=True):
+        scores["sequence_accuracy"] = value
+    (entry,) = summarize([row])
+    assert {length: score.mean for length, score in scores_by_length(entry).items()} == {2: 1.0, 3: 0.5, 5: 0.25}
+    assert (tmp_path / "words.png").read_bytes().startswith(PNG)

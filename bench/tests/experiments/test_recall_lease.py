@@ -1,18 +1,23 @@
-"""`bench/recall_lease.sh`: cells of several commands run in order, continue in a later call, and rows come back."""
+"""`bench/recall_lease.sh`: cells run in order, continue in a later call, and rows come back; order of its campaign."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
-from kalmix_bench.runner import workers
+from kalmix_bench.experiments.recall.campaign import MAD_LAYERS, campaign_cells
+from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
+from kalmix_bench.runner import cell_file, workers
+from kalmix_bench.runner.cells import digest
 
+from .clock import DEADLINE, set_clock
 from .warm_python import WarmPython
 
 SCRIPT = Path(__file__).parents[2] / "recall_lease.sh"
@@ -30,6 +35,8 @@ def command(python: str | Path, *arguments: object) -> list[str]:
         ("--lease 3 --out x -- mad", "--lease is not an option"),
         ("--out {}/out --work {}/work", "no cells; add --"),
         ("--out {}/out --work {}/work -- mad --preset none", "preset"),
+        ("--out {}/out --work {}/work -- campaign --cells 3", "--cells 3"),
+        ("--out {}/out --work {}/work -- {}/none.jsonl", "none.jsonl"),
     ],
 )
 def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> None:
@@ -48,23 +55,82 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPyth
     python.close()
 
 
-def test_cells_of_two_commands_run_and_finished_ones_do_not_run_again(tmp_path: Path, python: WarmPython) -> None:
-    out = tmp_path / "out"
+@pytest.fixture
+def call(tmp_path: Path, python: WarmPython) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the script on the CPU; rows come back to the folder `out`."""
+    places = ("--out", tmp_path / "out", "--commit", "abc", "--devices", "cpu")
 
-    def call(*arguments: object, work: str = "work") -> subprocess.CompletedProcess[str]:
-        return python.run(command(python.path, "--out", out, "--work", tmp_path / work, "--commit", "abc", *arguments))
+    def run(*arguments: object, work: str = "work") -> subprocess.CompletedProcess[str]:
+        return python.run(command(python.path, *places, "--work", tmp_path / work, *arguments))
 
-    def rows() -> list[dict]:
-        return [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()]
+    return run
 
-    ended = call("--limit", "1", "--", *COPYING)
+
+def rows(folder: Path) -> list[dict]:
+    return [json.loads(row) for row in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def test_cells_run_in_order_and_finished_ones_do_not_run_again(
+    tmp_path: Path, call: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    out, cells = tmp_path / "out", tmp_path / "cells.jsonl"
+    written = (*COPYING, "--layer", "kla-noise-free")
+    ended = call("--rows", "none", "--limit", "1", "--", *COPYING)
     assert ended.returncode == 3 and "too little time is left" in ended.stdout
-    ended = call("--limit", "300", "--", *COPYING, "--layer", "kla", "--", *COPYING, "--layer", "kla-noise-free")
-    assert ended.returncode == 0 and "2 cells" in ended.stdout, ended.stderr
-    assert [row["layer"] for row in rows()] == ["kla", "kla-noise-free"]
+    cell = replace(make_cells(BENCHES["mad"]["laptop"], ["selective-copying"], ["kla"], 1)[0], seed=7)
+    cell_file.write([replace(cell, protocol=replace(cell.protocol, epochs=1))], cells)
+    ended = call("--rows", "none", "--", cells, "--", *written, "--", *written)
+    assert ended.returncode == 0 and "3 cells" in ended.stdout, ended.stderr
+    assert [(row["layer"], row["seed"], row["commit"]) for row in rows(out)] == [
+        ("kla", 7, "abc"),
+        ("kla-noise-free", 0, "abc"),
+    ]
     assert (out / "report.md").exists()
-    before = rows()
-    (tmp_path / "earlier").mkdir()
-    (out / "results.jsonl").rename(tmp_path / "earlier" / "results.jsonl")
-    ended = call("--rows", tmp_path / "earlier", "--", *COPYING, "--layer", "kla", work="another")
-    assert ended.returncode == 0 and rows() == before
+    before = rows(out)
+    for number, row in enumerate(before):  # rows of two earlier machines, whose commits are kept
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "results.jsonl").write_text(json.dumps({**row, "commit": "earlier"}) + "\n")
+    (out / "results.jsonl").unlink()
+    earlier = ("--rows", tmp_path / "0", "--rows", tmp_path / "1")
+    ended = call(*earlier, "--", cells, "--", *written, work="another")
+    assert ended.returncode == 0 and rows(out) == [{**row, "commit": "earlier"} for row in before], ended.stderr
+
+
+def test_a_cell_that_the_time_ends_continues_in_the_next_call(
+    tmp_path: Path, call: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "work" / "run"
+    cells = tmp_path / "cells.jsonl"
+    (cell,) = make_cells(BENCHES["mad"]["laptop"], ["selective-copying"], ["linear-attention"], 1)
+    few = replace(cell, parts=(replace(cell.parts[0], train=32, test=8),))
+    long = replace(few, seed=1, protocol=replace(few.protocol, epochs=10**6))
+    cell_file.write([replace(few, protocol=replace(few.protocol, epochs=1)), long], cells)
+    with monkeypatch.context() as patch:
+        set_clock(patch, run / "results.jsonl", 1)
+        ended = call("--rows", "none", "--limit", int(DEADLINE) + 20, "--jobs-per-device", 2, "--", cells)
+    assert ended.returncode == 3 and "1 of 2 cells are finished" in ended.stdout, ended.stderr
+    assert [row["seed"] for row in rows(tmp_path / "out")] == [0]
+    (checkpoints,) = (run / "checkpoints").iterdir()
+    newest = max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*"))
+    assert newest > 0
+    enough = replace(long, protocol=replace(long.protocol, epochs=newest + 1))  # one step an epoch
+    checkpoints.rename(checkpoints.with_name(digest(enough)))
+    cell_file.write([enough], cells)
+    ended = call("--rows", "none", "--", cells)
+    assert ended.returncode == 0, ended.stderr
+    assert [(row["seed"], row.get("epochs")) for row in rows(tmp_path / "out")] == [(0, 1), (1, newest + 1)]
+
+
+def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None:
+    cells = campaign_cells(seeds=2)
+    half = len(cells) // 2
+    assert [cell.seed for cell in cells] == [0] * half + [1] * half
+    assert [replace(cell, seed=1) for cell in cells[:half]] == cells[half:]
+    order = list(dict.fromkeys((cell.task, cell.shape.depth) for cell in cells))
+    assert [task.partition("/")[0] for task, _ in order] == ["mad"] * 6 + ["mqar"] * 3 + ["words"] * 2
+    assert {cell.protocol.validation for cell in cells if cell.task.startswith("mad/")} == {1280}
+    plain = [cell for cell in campaign_cells(1, validation=0) if cell.task.startswith("mad/")]
+    paper = make_cells(BENCHES["mad"]["paper"], [cell.task for cell in plain], list(MAD_LAYERS), 1)
+    assert set(plain) == set(paper) and len(plain) == 6 * 8
+    lengths = [part.settings for part in cells[-1].parts if part.test]
+    assert [dict(settings)["k"] for settings in lengths] == [20, 4, 6, 10, 15, 25, 30, 40]

@@ -45,6 +45,25 @@ def test_a_layer_learns_and_its_row_has_curves_and_sizes(tmp_path: Path) -> None
     assert row["parts"][0]["settings"]["frac_noise"] == 0 and not list(tmp_path.glob("checkpoints/*"))
 
 
+def test_evaluation_batches_have_limited_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = found(COPY, tmp_path / "whole")
+    data = draw_cell_data(COPY)
+    length = data.test[0].inputs.shape[1]
+    monkeypatch.setattr(trainer, "LOGITS", 5 * length * data.vocab_size)
+    sizes = []
+    loss = trainer.masked_cross_entropy
+
+    def record(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if not logits.requires_grad:
+            sizes.append(len(logits))
+        return loss(logits, targets)
+
+    monkeypatch.setattr(trainer, "masked_cross_entropy", record)
+    parts = found(COPY, tmp_path / "parts")
+    assert sizes == [5] * 6 + [2] + [5] * 6 + [2] + [5] * 6 + [2]  # 32 rows in each of three epochs
+    assert parts["scores"] == pytest.approx(whole["scores"], rel=1e-5)
+
+
 def test_training_is_deterministic(tmp_path: Path) -> None:
     first, again = (found(COPY, tmp_path / name) for name in ("first", "again"))
     assert first["curves"] == again["curves"] and first["slices"] == again["slices"]

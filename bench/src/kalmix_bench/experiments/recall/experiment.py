@@ -36,10 +36,17 @@ VALIDATION = "Validation rows to draw in addition; they choose the epoch. Defaul
 
 
 class Recall(Experiment[RecallCell]):
-    """Experiment that trains layers on the papers' synthetic tasks."""
+    """Experiment that trains layers on the papers' synthetic tasks.
+
+    Args:
+        commit: commit of kalmix for the rows, where git does not know it.
+    """
 
     name = "benchmarks"
     keys = frozenset(("task", "layer"))
+
+    def __init__(self, commit: str | None = None) -> None:
+        self.commit: str | None = commit
 
     def commands(self) -> dict[str, Callable[..., None]]:
         return {bench: _command(bench) for bench in presets.BENCHES}
@@ -60,7 +67,7 @@ class Recall(Experiment[RecallCell]):
         from kalmix_bench.experiments.recall.models import AutoEncoder, build
         from kalmix_bench.experiments.recall.trainer import train_cell
 
-        (cell,) = cells
+        (cell,), origin = cells, {} if self.commit is None else {"commit": self.commit}
         data, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
         length = data.parts[0].test.inputs.shape[1]
         with deterministic_mode(device):
@@ -77,7 +84,7 @@ class Recall(Experiment[RecallCell]):
                 evaluation = train_cell(cell, data, model.to(device), device, on_progress, _checkpoints(cell, results))
             except NonFiniteError as error:
                 on_progress(1.0, f"diverged ({error})")
-                return [{**sizes, "diverged": str(error)}]
+                return [{**origin, **sizes, "diverged": str(error)}]
         save_weights(cell, model, results)
         epochs, tokens = len(evaluation.curves["loss"]), sum(part.train.inputs.size for part in data.parts)
         best_scores, on_test = (
@@ -86,6 +93,7 @@ class Recall(Experiment[RecallCell]):
         )
         return [
             {
+                **origin,
                 **sizes,
                 "score": evaluation.main_score,
                 "scores": evaluation.mean_scores(best_scores),
@@ -129,7 +137,7 @@ def _command(bench: str) -> Callable[..., None]:
 
     def run(
         preset: Annotated[
-            str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU.")
+            str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU. short: fewer rows.")
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
         task: Annotated[list[str] | None, typer.Option(help="Task to run, by name; repeatable. Default: all.")] = None,

@@ -138,17 +138,19 @@ _MATCHED = ModelShape(128, depth=2, state_size=8192, value_expansion=2.0)
 _BAYESIAN = ("bayesian", "bayesian-no-conv", "gated-deltanet", "gated-deltanet-no-conv", "mamba2", "mamba2-no-conv")
 
 
-def _updates() -> tuple[Part, ...]:
+def _updates(train: int = 100_000, test: int = 3000) -> tuple[Part, ...]:
     """Return the settings of the paper's grid that fit: 2 (D + U) tokens of pairs and 2 per query, at most N."""
     sizes = [(n, d, d // part) for n in (64, 128) for d in (4, 16) for part in (1, 2, 4, 8) if d // part]
     return tuple(
-        Part.of(100_000, 3000, input_seq_len=n, num_kv_pairs=d, num_updates=u)
+        Part.of(train, test, input_seq_len=n, num_kv_pairs=d, num_updates=u)
         for n, d, u in sizes
         if 2 * (d + u) + 2 * d <= n
     )
 
 
-_BLOCKS = tuple(Part.of(100_000, 3000, input_seq_len=128, num_kv_pairs=d, block_size=2) for d in (2, 4, 6, 8))
+def _blocks(train: int = 100_000, test: int = 3000) -> tuple[Part, ...]:
+    return tuple(Part.of(train, test, input_seq_len=128, num_kv_pairs=d, block_size=2) for d in (2, 4, 6, 8))
+
 
 # Appendix G.5 of Kalman Linear Attention, on the training rows of the word problem's code: all words of two elements
 # (3,600) and four fifths of those of length k.
@@ -169,6 +171,20 @@ def _words(task: str, k: int, depth: int) -> RecallStudy:
     shape = ModelShape(1024, depth=depth, state_size=32 * 1024)
     return RecallStudy(task, parts, (shape,), _WORDS, ("kla", "kla-noise-free", "mamba2", "gated-deltanet"))
 
+
+# A quarter of the width and of the rows, and fewer epochs. Test rows of several lengths, also longer than those of
+# training, show at which length a layer loses the state.
+_SHORT_WORDS = RecallStudy(
+    "words/a5",
+    (
+        Part.of(200_000, 1000, k=20),
+        Part.of(3600, 0, k=2),
+        *(Part.of(0, 1000, k=k) for k in (4, 6, 10, 15, 25, 30, 40)),
+    ),
+    (ModelShape(256, state_size=32 * 256),),
+    replace(_WORDS, epochs=20, learning_rate=1e-3),
+    ("kla", "mamba2", 'gated-deltanet:{"negative_eigenvalues": true}', "attention"),
+)
 
 # No paper trains on RULER alone (Memory by Design distils a model of 340 million parameters and evaluates that). This
 # protocol is ours: models are trained on bytes at one length and tested at others.
@@ -252,7 +268,12 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             _figure_2(512, 64, 128, (16, 32), ("kalmanet-bare", "linear-attention", "gated-deltanet", "mamba2")),
             RecallStudy("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
             RecallStudy("mqar/update", _updates(), (_MATCHED,), _BAYES, _BAYESIAN),
-            RecallStudy("mqar/block", _BLOCKS, (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/block", _blocks(), (_MATCHED,), _BAYES, _BAYESIAN),
+        ),
+        "short": (  # the same models and epochs on fewer rows
+            RecallStudy("mqar/update", _updates(20_000, 1000), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/block", _blocks(25_000, 1000), (_MATCHED,), _BAYES, _BAYESIAN),
         ),
     },
     "needle": {
@@ -287,6 +308,7 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             ),
         ),
         "paper": tuple(_words("words/a5", k, depth) for depth in (1, 2) for k in (6, 10, 15, 20)),
+        "short": (_SHORT_WORDS,),
     },
 }
 

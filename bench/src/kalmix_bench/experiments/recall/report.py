@@ -14,7 +14,7 @@ from rich.table import Table
 
 from kalmix_bench.experiments.recall import figures
 from kalmix_bench.experiments.recall.published import published_score
-from kalmix_bench.experiments.recall.summary import LayerSummary, slices, summarize
+from kalmix_bench.experiments.recall.summary import LayerSummary, scores_by_length, slices, summarize
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.line_panels import LinePanel, draw_line_panels, seed_curve
 from kalmix_bench.runner.paper_claims import Finding
@@ -107,7 +107,7 @@ def _table(summaries: Sequence[LayerSummary]) -> Table:
 def _pictures(summaries: Sequence[LayerSummary], output: Path) -> list[Path]:
     """Draw learning curves of each task, and scores by hidden size, depth, length and load where these vary."""
     by_task = [(place, list(group)) for place, group in groupby(summaries, lambda entry: (entry.task, entry.condition))]
-    curves, maps = [], {}
+    curves, words, maps = [], [], {}
     sizes: dict[str, list[LinePanel]] = {"hidden_size": [], "depth": []}
     for (task, condition), group in by_task:
         main = group[0].main_score
@@ -122,13 +122,21 @@ def _pictures(summaries: Sequence[LayerSummary], output: Path) -> list[Path]:
         for size, values in sizes.items():
             if len({getattr(entry, size) for entry in group}) > 1:
                 values.append(LinePanel(task, condition, SIZE_LABELS[size], y_label, _by_size(group, size), log_x=True))
+        lengths = _by_length(group)
+        if lengths:
+            words.append(LinePanel(task, condition, "elements", y_label, lengths))
         for entry in group:
             by, found_at = slices(entry)
             if len(found_at) > 1:
                 label = f"{task.rpartition('/')[2]}\n{_name_with_size(entry, group)}"
                 maps[label] = figures.HeatMap(by, {at: 100 * score for at, score in found_at.items()})
     files = []
-    panelled = (("learning", curves, 4), ("widths", sizes["hidden_size"], 3), ("depths", sizes["depth"], 3))
+    panelled = (
+        ("learning", curves, 4),
+        ("widths", sizes["hidden_size"], 3),
+        ("depths", sizes["depth"], 3),
+        ("words", words, 3),
+    )
     for name, panels, columns in panelled:
         if panels:
             files.append(Path(draw_line_panels(output / f"{name}.png", panels, columns)))
@@ -168,3 +176,14 @@ def _by_size(group: Sequence[LayerSummary], size: str) -> dict[str, Any]:
             name = f"{name}, {SIZE_LABELS[other]} {getattr(entry, other)}" if several else name
             points.setdefault(name, []).append((getattr(entry, size), *(100 * x for x in score)))
     return {name: tuple(list(column) for column in zip(*at, strict=True)) for name, at in points.items()}
+
+
+def _by_length(group: Sequence[LayerSummary]) -> dict[str, Any]:
+    """Return scores of a word problem by number of elements: a curve for each layer that was tested on several."""
+    curves = {}
+    for entry in group:
+        found = scores_by_length(entry)
+        if len(found) > 1:
+            points = [(length, *(100 * x for x in score)) for length, score in found.items()]
+            curves[_name_with_size(entry, group)] = tuple(list(column) for column in zip(*points, strict=True))
+    return curves

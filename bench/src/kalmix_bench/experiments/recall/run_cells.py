@@ -21,6 +21,7 @@ def run(
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
+    commit: Annotated[str | None, typer.Option(help="Commit for the rows, where there is no git.")] = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/cells"),
 ) -> None:
     """Run the cells of a file; the same command resumes cells that the deadline stopped.
@@ -29,11 +30,12 @@ def run(
     """
     console, cell_list = Console(highlight=False), cell_file.read(cells, parse_cell)
     sweep, results = LimitedSweep.of(devices, jobs_per_device, deadline), Results(output / "results.jsonl")
+    experiment = Recall(commit)
     with progress(console) as progress_factory:
         rows = scheduler.run(
-            Recall(), cell_list, results, sweep.device, progress_factory=progress_factory, worker_config=sweep.workers
+            experiment, cell_list, results, sweep.device, progress_factory=progress_factory, worker_config=sweep.workers
         )
     sweep.report_failures()
     sweep.exit_unless_finished(len(rows), len(cell_list), console)
-    for path in (results.path, *Recall().report_run(rows, results, output, console)):
+    for path in (results.path, *experiment.report_run(rows, results, output, console)):
         console.print(f"  {path}", soft_wrap=True)

@@ -111,3 +111,14 @@ def slices(entry: LayerSummary, selection: str = "score") -> Slices:
                 by, part = name.split()
                 scores_at.setdefault((settings["max_seq_length"], part), []).append(scores[name])
     return Slices(by, {at: mean(values) for at, values in sorted(scores_at.items())})
+
+
+def scores_by_length(entry: LayerSummary, selection: str = "score") -> dict[int, Score]:
+    """Return the main scores of a word problem over seeds, by number of elements; empty for other tasks."""
+    scores_at: dict[int, list[float]] = {}
+    for row in entry.rows:
+        judged = [part["settings"] for part in row["parts"] if part["test"]]
+        for settings, scores in zip(judged, row["slices"][selection], strict=True):
+            if "k" in settings:
+                scores_at.setdefault(settings["k"], []).append(scores[entry.main_score])
+    return {length: Score.of(values) for length, values in sorted(scores_at.items())}

@@ -24,7 +24,8 @@ from kalmix_bench.experiments.recall.evaluation_callback import EvaluationCallba
 from kalmix_bench.experiments.recall.protocol import RecallCell, RecallProtocol
 from kalmix_bench.runner.experiment import CellStopped, ProgressFn
 
-TOKENS = 1 << 18  # tokens of test or validation rows per evaluation batch
+TOKENS = 1 << 18  # tokens of test or validation rows per evaluation batch, at most
+LOGITS = 1 << 29  # their logits, at most: 2 GiB in float32, since several processes share a GPU
 
 
 def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: int) -> float:
@@ -65,6 +66,7 @@ class CellTrainer(SafeTrainer):
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
         self.batches = Batches(data, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
+        self.evaluation_tokens: int = max(1, min(TOKENS, LOGITS // data.vocab_size))
         self.total = torch.zeros((), device=args.device)  # sum of the losses of an epoch
         super().__init__(model=model, args=args, callbacks=[evaluation])
         self.remove_callback(PrinterCallback)
@@ -144,10 +146,10 @@ class CellTrainer(SafeTrainer):
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
         """Return the mean loss per scored token of `rows`, and the predicted ids, `[n, T]`."""
         inputs, targets = (torch.from_numpy(x).to(self.args.device) for x in (rows.inputs, rows.targets))
-        losses, predictions = [], []
+        losses, predictions, count = [], [], max(1, self.evaluation_tokens // inputs.shape[1])
         self.net.eval()
         with torch.no_grad(), torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
-            for x, y in zip(*(z.split(max(1, TOKENS // z.shape[1])) for z in (inputs, targets)), strict=True):
+            for x, y in zip(inputs.split(count), targets.split(count), strict=True):
                 logits = self.net(x)
                 losses.append(masked_cross_entropy(logits, y) * (y != IGNORE_INDEX).sum())
                 predictions.append(logits.argmax(-1))
