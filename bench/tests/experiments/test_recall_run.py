@@ -14,6 +14,7 @@ from kalmix_bench.datasets.metrics import micro
 from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, evaluation_callback, trainer
 from kalmix_bench.experiments.recall.data import Batches, draw_cell_data
 from kalmix_bench.experiments.recall.experiment import Recall
+from kalmix_bench.experiments.recall.models import TokenModel
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.scheduler import run
 
@@ -157,6 +158,50 @@ def test_parts_share_no_batch_and_an_epoch_takes_every_row_once() -> None:
                 assert sorted(rows[asked].tolist()) == sorted(getattr(data.train, split).tolist()), part
     firsts = [next(iter(batches))["inputs"].tolist() for batches.epoch in (0, 0, 1)]
     assert firsts[0] == firsts[1] != firsts[2]
+
+
+def test_batches_have_the_positions_of_scored_tokens_where_these_are_few() -> None:
+    few = (
+        Part.of(7, 3, vocab_size=60, input_seq_len=24, num_kv_pairs=2),
+        Part.of(5, 2, vocab_size=60, input_seq_len=24, num_kv_pairs=3),
+    )
+    cell = RecallCell("mqar", few, "gated-deltanet", COPY.shape, COPY.protocol, 4)
+    unscored = 0
+    for batch in Batches(draw_cell_data(cell), 4, shuffle=True, seed=0, device=CPU):
+        positions, targets = batch["positions"], batch["targets"]
+        assert positions.shape == (4, 3) and all(len(set(row)) == 3 for row in positions.tolist())
+        scored = targets.gather(1, positions)
+        unscored += int((scored == -100).sum())
+        assert torch.equal((scored != -100).sum(1), (targets != -100).sum(1))
+    assert unscored == 7 + 4 * 3  # one of each row of two pairs, and all of the rows that pad a batch
+    every = replace(cell, task="mad/in-context-recall", parts=(Part.of(4, 2, seq_len=16),))
+    assert all(len(batch) == 2 for batch in Batches(draw_cell_data(every), 4, shuffle=True, seed=0, device=CPU))
+
+
+@pytest.mark.parametrize("layer", ["gated-deltanet", "kla-plus"])
+def test_a_step_needs_only_the_logits_of_scored_tokens(layer: str, tmp_path: Path) -> None:
+    cell = replace(COPY, layer=layer)
+    data = draw_cell_data(cell)
+    torch.manual_seed(0)
+    model = TokenModel(data.vocab_size, cell.shape, layer)
+    arguments = trainer.training_arguments(cell, tmp_path, CPU)
+    evaluation = evaluation_callback.EvaluationCallback(cell, data, lambda *_: False)
+    one = trainer.CellTrainer(cell, data, model, evaluation, arguments)
+    batch = next(iter(one.batches))
+    assert batch["positions"].shape == (24, 2)
+
+    def step(**given: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        torch.manual_seed(1)
+        model.zero_grad()
+        outputs: list[torch.Tensor] = []
+        loss = one._step(lambda *x: outputs.append(model(*x)) or outputs[-1], **given)
+        assert outputs[0].shape[1] == (2 if "positions" in given else 16)
+        return loss, [x.grad for x in model.parameters()]
+
+    (loss, grads), (whole_loss, whole_grads) = step(**batch), step(inputs=batch["inputs"], targets=batch["targets"])
+    torch.testing.assert_close(loss, whole_loss)
+    torch.testing.assert_close(grads, whole_grads, rtol=1e-4, atol=1e-6)
+    assert max(float(x.abs().max()) for x in grads if x is not None) > 1e-2
 
 
 def test_scores_by_depth() -> None:

@@ -66,6 +66,8 @@ class Batches:
     A batch has rows of one part. All batches of a part have the same size, so that a CUDA graph fits them: the last one
     is
     padded with a row without targets. The order depends only on seed and epoch, so a resumed run sees the same batches.
+    If less than half of a row's tokens are scored, batches have their `positions`, `[n, K]`, so that the model computes
+    no logits elsewhere. Rows of one length have the same K; a row with fewer targets has positions without one.
 
     Attributes:
         skip: number of batches that the next pass omits, because the run had them before its checkpoint.
@@ -80,6 +82,11 @@ class Batches:
             )
             for part in parts
         ]
+        most: dict[int, int] = {}  # scored tokens of a row, by length
+        for _, targets in self.rows:
+            length, count = targets.shape[1], int((targets != IGNORE_INDEX).sum(1).max())
+            most[length] = max(count, most.get(length, 0))
+        self.positions = [_scored_positions(targets, most[targets.shape[1]]) for _, targets in self.rows]
         self.batch, self.shuffle, self.seed, self.epoch, self.skip = batch, shuffle, seed, 0, 0
 
     def set_epoch(self, epoch: int) -> None:
@@ -100,5 +107,15 @@ class Batches:
         turns = torch.randperm(len(batches), generator=generator).tolist() if self.shuffle else range(len(batches))
         skip, self.skip = self.skip, 0
         for part, index in (batches[turn] for turn in list(turns)[skip:]):
-            inputs, targets = self.rows[part]
-            yield {"inputs": inputs[index], "targets": targets[index]}
+            (inputs, targets), positions = self.rows[part], self.positions[part]
+            scored = {} if positions is None else {"positions": positions[index]}
+            yield {"inputs": inputs[index], "targets": targets[index], **scored}
+
+
+def _scored_positions(targets: Tensor, count: int) -> Tensor | None:
+    """Return `count` different positions of each row, `[n, count]`, the scored ones first; `None` if they are half of
+    the tokens or more.
+    """
+    if 2 * count >= targets.shape[1]:
+        return None
+    return (targets == IGNORE_INDEX).sort(dim=1, stable=True).indices[:, :count].contiguous()

@@ -60,9 +60,12 @@ class TokenModel(nn.Module):
         readouts = sample_gaussian(*(x.expand(self.samples, *x.shape) for x in moments))
         return self.model.layers.finish(output.posterior, readouts)
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Return logits `[B, T, vocabulary]`."""
-        return expected_logits(self.model.logits(self.hidden_states(ids)))
+    def forward(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Return logits `[B, T, vocabulary]`; or `[B, K, vocabulary]` of the tokens at `positions` `[B, K]`."""
+        hidden = self.hidden_states(ids)
+        if positions is not None:  # a product: the gradient of an index would be a sum in any order on a GPU
+            hidden = (positions[..., None] == torch.arange(ids.shape[1], device=ids.device)).to(hidden.dtype) @ hidden
+        return expected_logits(self.model.logits(hidden))
 
 
 class AutoEncoder(nn.Module):

@@ -19,7 +19,7 @@ from kalmix.models.losses import IGNORE_INDEX
 from kalmix.training.checkpoints import newest_checkpoint
 from kalmix.training.saving import SafeTrainer
 from kalmix_bench import datasets
-from kalmix_bench.experiments.recall.data import Batches, CellData
+from kalmix_bench.experiments.recall.data import Batches, CellData, TensorBatch
 from kalmix_bench.experiments.recall.evaluation_callback import EvaluationCallback
 from kalmix_bench.experiments.recall.protocol import RecallCell, RecallProtocol
 from kalmix_bench.runner.experiment import CellStopped, ProgressFn
@@ -109,39 +109,44 @@ class CellTrainer(SafeTrainer):
         self.total += loss
         return loss
 
-    def _step(self, model: Callable[[Tensor], Tensor], inputs: Tensor, targets: Tensor) -> Tensor:
+    def _step(
+        self, model: Callable[..., Tensor], inputs: Tensor, targets: Tensor, positions: Tensor | None = None
+    ) -> Tensor:
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.cell.protocol.bf16):
-            logits = model(inputs)
+            logits = model(inputs) if positions is None else model(inputs, positions)
+        if positions is not None:
+            targets = targets.gather(1, positions)
         loss = masked_cross_entropy(logits, targets)
         loss.backward()
         return loss.detach()
 
-    def _replay(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def _replay(self, inputs: Tensor, **others: Tensor) -> Tensor:
         """Run a compiled step as a CUDA graph, one per batch shape; gradients stay at their first addresses."""
+        batch = {"inputs": inputs, **others}
         if inputs.shape not in self.graphs:
-            self.graphs[inputs.shape] = self._capture(inputs.clone(), targets.clone())
-        graph, input_buffer, target_buffer, loss, gradients = self.graphs[inputs.shape]
-        input_buffer.copy_(inputs)
-        target_buffer.copy_(targets)
+            self.graphs[inputs.shape] = self._capture({name: x.clone() for name, x in batch.items()})
+        graph, buffers, loss, gradients = self.graphs[inputs.shape]
+        for name, x in batch.items():
+            buffers[name].copy_(x)
         graph.replay()
         for parameter, gradient in gradients:
             parameter.grad = gradient
         return loss
 
-    def _capture(self, inputs: Tensor, targets: Tensor) -> tuple[Any, ...]:
+    def _capture(self, batch: TensorBatch) -> tuple[Any, ...]:
         if not self.graphs:
             torch.compiler.reset()  # graphs of earlier cells count towards the recompile limit
         compiled, stream = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.random.fork_rng([self.args.device]):
             for _ in range(3):  # compile and allocate before the capture
-                self._step(compiled, inputs, targets)
+                self._step(compiled, **batch)
                 self.net.zero_grad()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = self._step(compiled, inputs, targets)
-        return graph, inputs, targets, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
+            loss = self._step(compiled, **batch)
+        return graph, batch, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
         """Return the mean loss per scored token of `rows`, and the predicted ids, `[n, T]`."""
