@@ -5,6 +5,8 @@ queries (zeros here) or whether an id may be both a key and a value of a row (al
 stress tests as follows:
 
 - `mqar/update`: U different keys are written again after all pairs, each with a new value.
+- `mqar/rewrite`: the same with U keys drawn with replacement, so that a key may be written again more than once, as in
+  the paper's example.
 - `mqar/block`: B keys, then their B values, then the next B.
 
 Rows are drawn one after the other; test rows follow the training rows.
@@ -54,6 +56,17 @@ def _update(settings: UpdateSettings, keys: Integers, values: Integers, rng: np.
     return np.append(interleave(keys, values), interleave(keys[updated], answers[updated])), answers
 
 
+def _rewrite(settings: UpdateSettings, keys: Integers, values: Integers, rng: np.random.Generator) -> ContextAndAnswers:
+    answers, written = values.copy(), np.empty(settings.num_updates, dtype=np.int64)
+    updated = rng.integers(len(keys), size=settings.num_updates)
+    for place, key in enumerate(updated):
+        before = answers[key]
+        while answers[key] == before:
+            answers[key] = rng.integers(1, settings.vocab_size)
+        written[place] = answers[key]
+    return np.append(interleave(keys, values), interleave(keys[updated], written)), answers
+
+
 def _block(settings: BlockSettings, keys: Integers, values: Integers, rng: np.random.Generator) -> ContextAndAnswers:
     blocks = np.stack([keys.reshape(-1, settings.block_size), values.reshape(-1, settings.block_size)], 1)
     return blocks.ravel(), values
@@ -98,17 +111,14 @@ def _task(
 
 SHARED = _task("mqar/shared", MqarSettings(), _base, FIGURE_2)
 # The paper's grid: N in {64, 128}, D in {4, 16}, U in {D, D/2, D/4, D/8}; without settings that do not fit N tokens.
-UPDATE = _task(
-    "mqar/update",
-    UpdateSettings(num_updates=4),
-    _update,
-    tuple(
-        {"input_seq_len": n, "num_kv_pairs": d, "num_updates": u}
-        for n, d in ((64, 4), (128, 4), (128, 16))
-        for u in (d, d // 2, d // 4, d // 8)
-        if u
-    ),
+_GRID = tuple(
+    {"input_seq_len": n, "num_kv_pairs": d, "num_updates": u}
+    for n, d in ((64, 4), (128, 4), (128, 16))
+    for u in (d, d // 2, d // 4, d // 8)
+    if u
 )
+UPDATE = _task("mqar/update", UpdateSettings(num_updates=4), _update, _GRID)
+REWRITE = _task("mqar/rewrite", UpdateSettings(num_updates=4), _rewrite, _GRID)
 BLOCK = _task(
     "mqar/block",
     BlockSettings(input_seq_len=128),

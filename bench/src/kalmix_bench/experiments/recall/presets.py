@@ -268,10 +268,12 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             _figure_2(512, 64, 128, (16, 32), ("kalmanet-bare", "linear-attention", "gated-deltanet", "mamba2")),
             RecallStudy("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
             RecallStudy("mqar/update", _updates(), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/rewrite", _updates(), (_MATCHED,), _BAYES, _BAYESIAN),
             RecallStudy("mqar/block", _blocks(), (_MATCHED,), _BAYES, _BAYESIAN),
         ),
         "short": (  # the same models and epochs on fewer rows
             RecallStudy("mqar/update", _updates(20_000, 1000), (_MATCHED,), _BAYES, _BAYESIAN),
+            RecallStudy("mqar/rewrite", _updates(20_000, 1000), (_MATCHED,), _BAYES, _BAYESIAN),
             RecallStudy("mqar/shared", (Part.of(100_000, 3000),), (_MATCHED,), _BAYES, _BAYESIAN),
             RecallStudy("mqar/block", _blocks(25_000, 1000), (_MATCHED,), _BAYES, _BAYESIAN),
         ),
