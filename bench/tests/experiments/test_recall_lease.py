@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from pathlib import Path
 import pytest
 
 import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
-from kalmix_bench.experiments.recall.campaign import MAD_LAYERS, campaign_cells
-from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
+from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, campaign_cells
+from kalmix_bench.experiments.recall.presets import BENCHES, MAD, make_cells
 from kalmix_bench.runner import cell_file, workers
 from kalmix_bench.runner.cells import digest
 
@@ -126,11 +127,21 @@ def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None
     half = len(cells) // 2
     assert [cell.seed for cell in cells] == [0] * half + [1] * half
     assert [replace(cell, seed=1) for cell in cells[:half]] == cells[half:]
-    order = list(dict.fromkeys((cell.task, cell.shape.depth) for cell in cells))
-    assert [task.partition("/")[0] for task, _ in order] == ["mad"] * 6 + ["mqar"] * 3 + ["words"] * 2
+    assert len(set(cells)) == len(cells)
     assert {cell.protocol.validation for cell in cells if cell.task.startswith("mad/")} == {1280}
-    plain = [cell for cell in campaign_cells(1, validation=0) if cell.task.startswith("mad/")]
-    paper = make_cells(BENCHES["mad"]["paper"], [cell.task for cell in plain], list(MAD_LAYERS), 1)
-    assert set(plain) == set(paper) and len(plain) == 6 * 8
     lengths = [part.settings for part in cells[-1].parts if part.test]
     assert [dict(settings)["k"] for settings in lengths] == [20, 4, 6, 10, 15, 25, 30, 40]
+
+
+def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> None:
+    cells = campaign_cells(1, validation=0)
+    kinds = [cell.task.partition("/")[0] for cell in cells]
+    assert Counter(kinds[:16]) == {"mad": 10, "mqar": 2, "words": 4}
+    mad = [cell for cell in cells if cell.task.startswith("mad/")]
+    layers = [*MAD_FIRST, *MAD_OTHERS]
+    assert set(mad) == set(make_cells(BENCHES["mad"]["paper"], MAD, layers, 1)) and len(mad) == 6 * len(layers)
+    assert {cell.task for cell in cells if cell.task.startswith("mqar/")} == {
+        f"mqar/{name}" for name in ("update", "rewrite", "shared", "block")
+    }
+    words = {(cell.layer, cell.shape.depth) for cell in cells if cell.task == "words/a5"}
+    assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}

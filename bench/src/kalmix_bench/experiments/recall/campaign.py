@@ -2,8 +2,8 @@
 
     python -m kalmix_bench.experiments.recall.campaign cells.jsonl --seeds 3
 
-Cells of one seed come before those of the next. Within a seed: MAD, first the tasks on which layers differ; recall of
-keys that are written again; recall with one vocabulary, and in blocks; words of A5.
+Cells of one seed come before those of the next. Within a seed, the first cells are from MAD, MQAR and A5, so that an
+early end leaves rows of each; MAD's long tasks come before its short ones; then more layers and depths.
 """
 
 from __future__ import annotations
@@ -19,36 +19,38 @@ from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import cell_file
 
 NEGATIVE_DELTANET = 'gated-deltanet:{"negative_eigenvalues": true}'
-MAD_LAYERS = ("kla", "kla-noise-free", "gated-deltanet", "mamba2", "bayesian", "gla", "kda", "gated-kalmanet")
+MAD_FIRST = ("kla", "kla-noise-free", "gated-deltanet", "mamba2", "bayesian")
+MAD_OTHERS = ("gla", "kda", "gated-kalmanet", "kla-zoh")
+LONG = ("compression", "selective-copying")
+FAST = ("fuzzy-recall", "noisy-recall", "in-context-recall", "memorization")
+WORDS = ("kla", "mamba2", NEGATIVE_DELTANET, "attention")
 
 
 class _Stage(NamedTuple):
-    """Cells of one task: a benchmark, its preset, layers and depths."""
+    """Cells of some tasks: a benchmark, its preset, tasks, layers and depths."""
 
     bench: str
     preset: str
-    task: str
+    tasks: Sequence[str]
     layers: Sequence[str]
     depths: Sequence[int] = ()
 
 
 STAGES = (
-    *(
-        _Stage("mad", "paper", task, MAD_LAYERS)
-        for task in (
-            "compression",
-            "selective-copying",
-            "fuzzy-recall",
-            "noisy-recall",
-            "in-context-recall",
-            "memorization",
-        )
-    ),
-    _Stage("mqar", "short", "update", ("bayesian", "gated-deltanet", "kda", "bayesian-slow")),
-    _Stage("mqar", "short", "shared", ("bayesian", "gated-deltanet", "kda")),
-    _Stage("mqar", "short", "block", ("bayesian", "gated-deltanet", "kda")),
-    _Stage("a5", "short", "a5", ("kla", "mamba2", NEGATIVE_DELTANET, "attention"), (1,)),
-    _Stage("a5", "short", "a5", ("kla", "mamba2", NEGATIVE_DELTANET, "attention"), (2,)),
+    # 16 cells, which begin at once with 8 processes on each of two GPUs: some of each benchmark
+    _Stage("mqar", "short", ("update",), ("bayesian", "gated-deltanet")),
+    _Stage("a5", "short", ("a5",), WORDS, (1,)),
+    _Stage("mad", "paper", LONG, MAD_FIRST),
+    _Stage("mqar", "short", ("block", "shared"), ("bayesian", "gated-deltanet")),
+    _Stage("mad", "paper", FAST, MAD_FIRST),
+    _Stage("a5", "short", ("a5",), WORDS, (2,)),
+    _Stage("mqar", "short", ("update",), ("kda", "bayesian-slow")),
+    _Stage("mqar", "short", ("rewrite",), ("bayesian", "gated-deltanet")),
+    _Stage("mad", "paper", LONG, MAD_OTHERS),
+    _Stage("mad", "paper", FAST, MAD_OTHERS),
+    _Stage("mqar", "short", ("block",), ("bayesian-no-conv", "gated-deltanet-no-conv", "kda")),
+    _Stage("mqar", "short", ("shared",), ("kda",)),
+    _Stage("a5", "short", ("a5",), WORDS, (3, 4)),
 )
 
 
@@ -63,9 +65,10 @@ def campaign_cells(seeds: int = 3, validation: int = 1280) -> list[RecallCell]:
 
     def cells(stage: _Stage) -> Iterator[RecallCell]:
         studies = BENCHES[stage.bench][stage.preset]
-        for cell in make_cells(studies, [stage.task], stage.layers, seeds, depths=stage.depths):
-            protocol = replace(cell.protocol, validation=validation if stage.bench == "mad" else 0)
-            yield replace(cell, protocol=protocol)
+        for task in stage.tasks:
+            for cell in make_cells(studies, [task], stage.layers, seeds, depths=stage.depths):
+                protocol = replace(cell.protocol, validation=validation if stage.bench == "mad" else 0)
+                yield replace(cell, protocol=protocol)
 
     every = [cell for stage in STAGES for cell in cells(stage)]
     return sorted(every, key=lambda cell: cell.seed)
