@@ -11,12 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
 from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, campaign_cells
+from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.recall.presets import BENCHES, MAD, make_cells
-from kalmix_bench.runner import cell_file, workers
-from kalmix_bench.runner.cells import digest
+from kalmix_bench.experiments.recall.protocol import RecallCell
+from kalmix_bench.runner import cell_file, scheduler, workers
+from kalmix_bench.runner.cells import Results, digest
 
 from .clock import DEADLINE, set_clock
 from .warm_python import WarmPython
@@ -145,3 +148,23 @@ def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> 
     }
     words = {(cell.layer, cell.shape.depth) for cell in cells if cell.task == "words/a5"}
     assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}
+
+
+def test_each_task_and_each_layer_of_the_campaign_runs(tmp_path: Path) -> None:
+    kinds: dict[tuple[str, str], RecallCell] = {}
+    for cell in campaign_cells(1):
+        bench = cell.task.partition("/")[0]
+        if ("task", cell.task) not in kinds or (bench, cell.layer) not in kinds:
+            few = tuple(replace(part, train=min(part.train, 4), test=min(part.test, 2)) for part in cell.parts[:3])
+            shape = replace(cell.shape, hidden_size=32, depth=1, state_size=512)
+            protocol = replace(cell.protocol, epochs=1, batch_size=4, validation=min(cell.protocol.validation, 2))
+            kinds["task", cell.task] = kinds[bench, cell.layer] = replace(
+                cell, parts=few, shape=shape, protocol=protocol
+            )
+    cells = list(dict.fromkeys(kinds.values()))
+    found = scheduler.run(Recall("abc"), cells, Results(tmp_path / "results.jsonl"), torch.device("cpu"))
+    assert len(found) == len(cells) > 20
+    for cell, row in found.items():
+        assert row["commit"] == "abc" and row["epochs"] == 1 and "diverged" not in row
+        assert ("test_chosen_scores" in row) == cell.task.startswith("mad/")
+        assert len(row["slices"]["score"]) == sum(part.test > 0 for part in cell.parts)
