@@ -22,6 +22,7 @@ def run(tmp_path: Path, gpus: int) -> "subprocess.CompletedProcess[str]":
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "all"}
     given = ["--commit", "abc", "--out", str(tmp_path / "out"), "--python", str(tmp_path / "python"), "--wheels", "-"]
+    given += ["--site", str(tmp_path / "fla.txz")]
     command = [str(BASH), "bench/scaling_lease.sh", *given]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
@@ -29,13 +30,17 @@ def run(tmp_path: Path, gpus: int) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.skipif(BASH is None, reason="needs bash")
 def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
     out = tmp_path / "out"
+    (tmp_path / "fla").touch()
+    subprocess.run(["tar", "-cJf", str(tmp_path / "fla.txz"), "-C", str(tmp_path), "fla"], check=True)
     (out / "check" / "kla").mkdir(parents=True)
     (out / "check" / "kla" / "results.jsonl").write_text('{"layer": "kla"}\n')
     result = run(tmp_path, gpus=3)
     assert result.returncode == 0 and "] end" in result.stdout
-    assert result.stdout.count(": exit status 0, ") == 13  # 2 side by side, 5 timings, 6 comparisons
+    assert result.stdout.count(": exit status 0, ") == 15  # 4 side by side, 5 timings, 6 comparisons
     logs = {path.stem: path.read_text() for path in out.glob("*.log")}
     assert logs["tests"].endswith("on 0\n") and "tests/ops/test_updates.py" in logs["tests"]
+    generated = sorted((line[-1], "fla gated-deltanet" in line) for line in logs["decode"].splitlines())
+    assert generated == [("0", True), ("1", False)]
     assert logs["spans"].endswith("on 1\n") and "kalmix_bench.perf.spans" in logs["spans"]
     assert all("--nproc-per-node 3" in line for name in ("speed", "check") for line in logs[name].splitlines())
     assert "--captured --models bayesian-340m --methods context two-phase" in logs["speed"]
