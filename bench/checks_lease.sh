@@ -29,9 +29,8 @@ mkdir -p "$out"
 out=$(cd "$out" && pwd)
 work=$(mktemp -d)
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 COLUMNS=150 OMP_NUM_THREADS=4 PYTHON=$python
-if compgen -G "$wheels/*.whl" > /dev/null; then
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$work/site" "$wheels"/*.whl
-fi
+source bench/lease_common.sh
+install_wheels
 if [ -f "$site" ]; then mkdir -p "$work/fla" && tar -xJf "$site" -C "$work/fla"; fi
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 IFS=, read -ra all <<< "$("$python" -c 'import os; print(*sorted(os.sched_getaffinity(0)), sep=",")')"

@@ -34,9 +34,8 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 COLUMNS=150 OMP_NUM_THREADS=4 NCCL_NVLS_ENABLE=0
 export PYTHONPATH="$PWD/src:$PWD/bench/src:$work/site"
-if compgen -G "$wheels/*.whl" > /dev/null; then
-  "$python" -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --target "$work/site" "$wheels"/*.whl
-fi
+source bench/lease_common.sh
+install_wheels
 if [ -f "$site" ]; then mkdir -p "$work/fla" && tar -xJf "$site" -C "$work/fla"; fi
 left() { echo $((limit - SECONDS - $1)); }
 stage() {  # NAME SECONDS command: run it for at most so long; its output goes to NAME.log
