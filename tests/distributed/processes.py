@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from torch import multiprocessing
+from torch import distributed, multiprocessing
+
+LIMIT = 300  # seconds until a rank that waits for ever prints where it is, and ends
 
 # Ranks are forked from one process that has imported these modules, since importing them takes longer than most tests.
 multiprocessing.set_forkserver_preload(["accelerate", "kalmix.models", "kalmix.training.run", "torch.distributed.fsdp"])
@@ -38,4 +42,21 @@ def run_ranks(function: Callable[..., None], world: int, folder: Path, *argument
 
 
 def start_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
-    multiprocessing.start_processes(function, (world, str(folder), *arguments), world, start_method="forkserver")
+    multiprocessing.start_processes(_run, (function, world, str(folder), *arguments), world, start_method="forkserver")
+
+
+def _run(rank: int, function: Callable[..., None], *arguments: Any) -> None:
+    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    function(rank, *arguments)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def leave_group() -> None:
+    """Free the modules that communicate, and then the process group.
+
+    PyTorch 2.13 may wait for ever otherwise. If a module of `DistributedDataParallel` is the last owner of a group of
+    gloo, garbage collection frees the group: it holds the GIL and waits for a thread of the group, and that thread
+    waits for the GIL.
+    """
+    gc.collect()
+    distributed.destroy_process_group()

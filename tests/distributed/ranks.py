@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from distributed.processes import leave_group
 from kalmix import ArgumentError, Segments, checks
 from kalmix.distributed import ContextParallel
 from kalmix.distributed.context import ATTENTION
@@ -47,14 +48,14 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     sum_gradients_of_one_rank(rank, world)
     compare_times(world)
     refuse(world)
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def check_model(rank: int, world: int, folder: str, sharded: bool) -> None:
     """Compare a model on all ranks with one process."""
     start(rank, world, folder)
     (compare_sharded_model if sharded else compare_model)(world)
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def check_layers(
@@ -63,7 +64,7 @@ def check_layers(
     """Compare layers on all ranks with one process."""
     start(rank, world, folder)
     compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)], mode)
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def start(rank: int, world: int, folder: str, **options: Any) -> None:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from distributed.fsdp_on_cpu import allow_fsdp_on_cpu
+from distributed.processes import leave_group
 from distributed.ranks import start
 from kalmix import ArgumentError
 from kalmix.cli import main
@@ -51,7 +52,7 @@ def run_checks(rank: int, world: int, folder: str, checks: dict[str, Callable[[P
             check(Path(folder))
         except BaseException:
             (Path(folder) / f"{name}-{rank}").write_text(traceback.format_exc())
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def join(rank: int, world: int, folder: str) -> None:
@@ -233,7 +234,7 @@ def train_sharded(rank: int, world: int, folder: str, name: str, resume: bool, h
     result = train(recipe, Path(folder) / name, resume=resume, callbacks=callbacks)
     assert result.finished == (halt is None)
     assert not any(isinstance(p, DTensor) for p in result.model.parameters())
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def replicated_recipe(folder: str) -> Recipe:
@@ -246,7 +247,7 @@ def train_replicated(rank: int, world: int, folder: str) -> None:
     """Train by `replicated_recipe` with DDP."""
     join(rank, world, folder)
     train(replicated_recipe(folder), Path(folder) / "replicated")
-    distributed.destroy_process_group()
+    leave_group()
 
 
 def run_command(rank: int, world: int, folder: str, *command: str) -> None:
@@ -258,7 +259,7 @@ def run_command(rank: int, world: int, folder: str, *command: str) -> None:
         main()
     except SystemExit as ended:
         assert not ended.code, f"`kalmix {' '.join(command)}` ended with {ended.code}"
-    distributed.destroy_process_group()
+    leave_group()
 
 
 CHECKS: dict[str, Callable[[Path], None]] = {

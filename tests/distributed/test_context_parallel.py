@@ -9,7 +9,7 @@ from layers.conftest import LAYERS
 from torch.distributed.device_mesh import init_device_mesh
 
 from distributed import ranks
-from distributed.processes import run_ranks
+from distributed.processes import leave_group, run_ranks
 from kalmix import ArgumentError, Segments, layers
 from kalmix.distributed import ContextParallel
 from kalmix.distributed.layout import LAYOUTS, Placement, find_runs, order_spans, shard_tokens
@@ -101,7 +101,7 @@ def test_compiled_layers_take_part(mode):
             torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(found, grad, rtol=1e-4, atol=1e-5)
     finally:
-        torch.distributed.destroy_process_group()
+        leave_group()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

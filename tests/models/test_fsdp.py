@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed.processes import run_ranks
+from distributed.processes import leave_group, run_ranks
 from distributed.sharded import join
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -56,7 +56,7 @@ def compare_with_whole_model(rank: int, world: int, folder: str) -> None:
         torch.testing.assert_close(found, expected)
     options = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     assert torch.equal(*(model.eval().generate(ids, **options) for model in (whole, sharded)))
-    torch.distributed.destroy_process_group()
+    leave_group()
 
 
 def gradients(model: KalmixForCausalLM, ids: Tensor, **options: bool) -> dict[str, Tensor | None]:

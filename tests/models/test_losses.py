@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from distributed.processes import leave_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
@@ -262,7 +263,9 @@ def test_loss_without_logits_of_a_distributed_model(wrapper, tmp_path):
         loss.backward()
         found = {name: x.grad for name, x in model.named_parameters()}
         found = {name: x.full_tensor() if isinstance(x, DTensor) else x for name, x in found.items()}
+        loss = loss.detach()
     finally:
-        torch.distributed.destroy_process_group()
+        wrapped = None
+        leave_group()
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(found, gradients)
