@@ -13,6 +13,8 @@ from torch import Tensor
 from kalmix.filtering import lower
 from kalmix.layers import fused
 from kalmix.ops import OPS, ConjugateGradient, attend_radial
+from kalmix.ops._dense.solve import MAX_WIDTH
+from kalmix.ops._dense.triton.solve import solve
 from kalmix.segments import segments_without_checks
 from kalmix.testing.cases import PROBLEMS, Case
 from kalmix_bench.perf.gpu_steps import STEPS
@@ -77,7 +79,7 @@ class OpCall(NamedTuple):
 
 
 def calls(widths: list[int], core: bool) -> Iterator[tuple[str, str, Callable[[], None]]]:
-    """Return calls: the op, "fused" or "steps", a description, and a function that calls it on meta tensors.
+    """Return calls: the op, "fused", "solve" or "steps", a description, and a function that calls it on meta tensors.
 
     Args:
         widths: widths of keys and values.
@@ -87,6 +89,9 @@ def calls(widths: list[int], core: bool) -> Iterator[tuple[str, str, Callable[[]
         for call in _op_calls(name, widths, core):
             if call.case.unsupported_reason is None:
                 yield call.case.op, str(call), call.run
+    for width in widths:
+        if width <= MAX_WIDTH:
+            yield "solve", f"{width} unknowns", partial(_solve, width)
     for dtype in DTYPES:
         for part, functions in (("fused", FUSED), ("steps", STEPS)):
             for name, function in functions.items():
@@ -197,6 +202,11 @@ def _robust_filter(dtype: torch.dtype) -> None:
         op = torch.ops.kalmix.recurrent_afa_triton.default
         for times in (None, torch.empty(2, 256, dtype=torch.float64, device="meta")):
             _differentiate([*op(*x, *state, time, *params, *frequency, times, None, iterations)[:2]], x)
+
+
+def _solve(width: int) -> None:
+    for columns in (width + 1, 3 * width):
+        solve(*(torch.empty(6, width, n, dtype=torch.float64, device="meta") for n in (width, columns)))
 
 
 def _signals(dtype: torch.dtype) -> None:

@@ -252,7 +252,7 @@ def summarize(collector: Collector, results: dict[str, Resources]) -> list[dict[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpus", nargs="+", default=["sm_80", "sm_89", "sm_90", "sm_100"], choices=GPUS)
-    parser.add_argument("--parts", nargs="+", help="ops, `fused` or `steps`; default: all")
+    parser.add_argument("--parts", nargs="+", help="ops, `fused`, `solve` or `steps`; default: all")
     parser.add_argument("--widths", nargs="+", type=int, default=[16, 32, 64, 128, 256])
     parser.add_argument("--core", action="store_true", help="two shapes, all signals present, no packing")
     parser.add_argument(
