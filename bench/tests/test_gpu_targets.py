@@ -74,7 +74,8 @@ def test_linear_memories_fit_every_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_steps_compile(tmp_path: Path) -> None:
-    """The interpreter, which runs steps in other tests, accepts programs that do not compile."""
-    output = run(tmp_path, "-m", "kalmix_bench.perf.gpu_targets", "--core", "--gpus", "sm_90", "--parts", "steps")
-    assert ", 0 problems" in output
+def test_steps_and_the_solver_compile(tmp_path: Path) -> None:
+    """The interpreter, which runs both in other tests, accepts programs that do not compile."""
+    parts = ("--core", "--gpus", "sm_90", "--parts", "solve", "steps")
+    output = run(tmp_path, "-m", "kalmix_bench.perf.gpu_targets", *parts)
+    assert output.count(", 0 problems") == 2
