@@ -36,12 +36,13 @@ def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
     (out / "check" / "kla" / "results.jsonl").write_text('{"layer": "kla"}\n')
     result = run(tmp_path, gpus=3)
     assert result.returncode == 0 and "] end" in result.stdout
-    assert result.stdout.count(": exit status 0, ") == 15  # 4 side by side, 5 timings, 6 comparisons
+    assert result.stdout.count(": exit status 0, ") == 16  # 5 side by side, 5 timings, 6 comparisons
     logs = {path.stem: path.read_text() for path in out.glob("*.log")}
     assert logs["tests"].endswith("on 0\n") and "tests/ops/test_updates.py" in logs["tests"]
     generated = sorted((line[-1], "fla gated-deltanet" in line) for line in logs["decode"].splitlines())
     assert generated == [("0", True), ("1", False)]
     assert logs["spans"].endswith("on 1\n") and "kalmix_bench.perf.spans" in logs["spans"]
+    assert logs["tiles"].endswith("on 1\n") and "kalmix_bench.perf.attention_tiles" in logs["tiles"]
     assert all("--nproc-per-node 3" in line for name in ("speed", "check") for line in logs[name].splitlines())
     assert "--captured --models bayesian-340m --methods context two-phase" in logs["speed"]
     compared = ",".join(line.split("--layers ")[1].split(" ")[0] for line in logs["check"].splitlines())
