@@ -12,6 +12,7 @@ import pytest
 
 from kalmix_bench.cli import EXPERIMENTS
 from kalmix_bench.experiments.recall.campaign import PACKAGES, campaign_cells
+from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.experiments.recall.published import published_score
 from kalmix_bench.papers.entries import Entry, read_papers
@@ -123,6 +124,18 @@ def test_a_cut_after_any_row_leaves_lines_with_reasons(count: int, tmp_path: Pat
     for paper in PAPERS.values():
         for one in paper.score_tables:
             draw_table(one, found)
+
+
+def test_accuracies_on_multi_query_recall_are_shown_by_task(whole: CommittedResults, tmp_path: Path) -> None:
+    by_line = {tuple(cells[:2]): cells[2:] for cells in table(whole, "Numbers of Figure 4")}
+    bayesian = ["80.0 ± 0.2 (2)", "**88.0 ± 0.2** (2)", "88.0 ± 0.2 (2)", "80.0 ± 0.2 (2)"]
+    assert by_line["Bayesian Layer", "epoch chosen on test rows"] == bayesian
+    assert by_line["Bayesian Layer", "paper"] == ["", "88", "", ""] and by_line["Mamba-2", "paper"][1] == "60"
+    assert by_line["KDA", "epoch chosen on test rows"][1:] == ["80.0 ± 0.2 (2)", "", "80.0 ± 0.2 (2)"]
+    larger = make_cells(BENCHES["mqar"]["paper"], ["update"], ["bayesian"], 1)  # other rows of the task change nothing
+    more = results(tmp_path, campaign_rows([*CELLS, *larger], printed))
+    assert table(more, "Numbers of Figure 4") == table(whole, "Numbers of Figure 4")
+    assert line(more, BAYES, "Figure 4b") == line(whole, BAYES, "Figure 4b")
 
 
 def test_a_missing_task_is_named(tmp_path: Path) -> None:

@@ -104,6 +104,7 @@ class ScoreTable:
         file, layers, sizes: rows; layers without results and printed scores are left out.
         tasks: the tasks.
         sources: sources of printed scores in `experiments/recall/published.toml`.
+        conditions: by task, the text that the condition of its rows contains, where tasks differ.
         decimals, printed_decimals: digits behind the point of our numbers and of printed ones.
         note: sentence below the heading.
     """
@@ -115,6 +116,7 @@ class ScoreTable:
     layers: tuple[str, ...]
     sources: tuple[str, ...] = ()
     sizes: Mapping[str, Any] = field(default_factory=dict)
+    conditions: Mapping[str, str] = field(default_factory=dict)
     decimals: int = 1
     printed_decimals: int = 2
     note: str = ""

@@ -41,7 +41,9 @@ def _scores(table: ScoreTable, results: CommittedResults) -> list[Line]:
     any_found = False
     for layer in table.layers:
         for chosen_on, label in kinds.items():
-            found = [read_score(results, table.file, task, layer, table.sizes, chosen_on) for task in table.tasks]
+            found = [
+                read_score(results, table.file, task, layer, _sizes(table, task), chosen_on) for task in table.tasks
+            ]
             if any(found):
                 any_found = True
                 cells = [
@@ -59,6 +61,10 @@ def _scores(table: ScoreTable, results: CommittedResults) -> list[Line]:
             )
     names = [task.rpartition("/")[2].replace("-", " ") for task in table.tasks]
     return [["layer", "", *names], *lines] if any_found else []
+
+
+def _sizes(table: ScoreTable, task: str) -> dict[str, Any]:
+    return {**table.sizes, "condition": table.conditions.get(task, table.sizes.get("condition", ""))}
 
 
 def _cell(found: Measured | None, table: ScoreTable, printed: float | None = None) -> str:
