@@ -17,6 +17,9 @@
 #   --limit SECONDS      time of this call; default 585
 #   --python FILE        Python; default python3
 #   --wheels DIR         wheels of packages that the machine lacks; default .gpu/whl, if it exists
+# MAD's cells of Mamba-1 and mLSTM, the last ones of `campaign`, need two wheels (130 KiB). Without them they are skipped.
+# Download them beforehand, for Python 3.12:
+#     python3 -m pip download --no-deps --python-version 3.12 --only-binary=:all: -d .gpu/whl mambapy==1.2.0 xlstm==2.0.6
 # Paths are absolute, or relative to the repository.
 # Exit status: 0 if all cells are finished, 3 if cells are left, 1 if a cell failed, 2 for a wrong call.
 set -euo pipefail
@@ -60,6 +63,7 @@ while [ $# -gt 0 ]; do
     shift
   done
   write_cells "$work/part.jsonl" "${arguments[@]}" > "$work/write.log" 2>&1 || { cat "$work/write.log" >&2; exit 2; }
+  grep "^skipped: " "$work/write.log" || true
   cat "$work/part.jsonl" >> "$work/cells.jsonl"
 done
 if [ ! -f "$work/run/results.jsonl" ]; then

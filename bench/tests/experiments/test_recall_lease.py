@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ import pytest
 import torch
 
 import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
-from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, campaign_cells
+from kalmix_bench.experiments.recall import campaign
+from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, PACKAGES, absent_packages, campaign_cells
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.recall.presets import BENCHES, MAD, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
@@ -126,13 +128,18 @@ def test_a_cell_that_the_time_ends_continues_in_the_next_call(
 
 
 def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None:
-    cells = campaign_cells(seeds=2)
+    *cells, last = campaign_cells(seeds=2)
+    baselines = [last]
+    while cells[-1].layer in PACKAGES:
+        baselines.append(cells.pop())
+    assert {(cell.layer, cell.seed) for cell in baselines} == {("mamba-1", 0), ("mlstm", 0)} and len(baselines) == 12
     half = len(cells) // 2
     assert [cell.seed for cell in cells] == [0] * half + [1] * half
     assert [replace(cell, seed=1) for cell in cells[:half]] == cells[half:]
     assert len(set(cells)) == len(cells)
     assert {cell.protocol.validation for cell in cells if cell.task.startswith("mad/")} == {1280}
-    lengths = [part.settings for part in cells[-1].parts if part.test]
+    words = [cell for cell in cells if cell.task == "words/a5"]
+    lengths = [part.settings for part in words[-1].parts if part.test]
     assert [dict(settings)["k"] for settings in lengths] == [20, 4, 6, 10, 15, 25, 30, 40]
 
 
@@ -141,7 +148,7 @@ def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> 
     kinds = [cell.task.partition("/")[0] for cell in cells]
     assert Counter(kinds[:16]) == {"mad": 10, "mqar": 2, "words": 4}
     mad = [cell for cell in cells if cell.task.startswith("mad/")]
-    layers = [*MAD_FIRST, *MAD_OTHERS]
+    layers = [*MAD_FIRST, *MAD_OTHERS, "kla-plus", *PACKAGES]
     assert set(mad) == set(make_cells(BENCHES["mad"]["paper"], MAD, layers, 1)) and len(mad) == 6 * len(layers)
     assert {cell.task for cell in cells if cell.task.startswith("mqar/")} == {
         f"mqar/{name}" for name in ("update", "rewrite", "shared", "block")
@@ -150,9 +157,36 @@ def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> 
     assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}
 
 
+@pytest.mark.parametrize("absent", [(), ("xlstm",), ("mambapy", "xlstm")])
+def test_cells_whose_package_is_not_installed_are_skipped_with_a_sentence(
+    absent: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(campaign, "find_spec", lambda name: None if name in absent else name)
+    monkeypatch.setattr(sys, "argv", ["campaign", str(tmp_path / "cells.jsonl"), "--seeds", "1"])
+    campaign.main()
+    layers = Counter(json.loads(line)["layer"] for line in (tmp_path / "cells.jsonl").read_text().splitlines())
+    assert [layers[layer] for layer in PACKAGES] == [0 if PACKAGES[layer] in absent else 6 for layer in PACKAGES]
+    said = capsys.readouterr().out.splitlines()
+    skipped = [layer for layer in PACKAGES if PACKAGES[layer] in absent]
+    assert [line.split(",")[0] for line in said] == [f"skipped: cells of {layer}" for layer in skipped]
+
+
+def test_the_script_says_which_cells_are_skipped(
+    call: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "xlstm" else find(name, *rest))
+    ended = call("--rows", "none", "--limit", "1", "--", "campaign", "--seeds", "1")
+    assert ended.returncode == 3, ended.stderr
+    skipped, count, *_ = ended.stdout.splitlines()
+    assert skipped.startswith("skipped: cells of mlstm, because xlstm is not installed")
+    assert count.startswith("96 cells")
+
+
 def test_each_task_and_each_layer_of_the_campaign_runs(tmp_path: Path) -> None:
     kinds: dict[tuple[str, str], RecallCell] = {}
-    for cell in campaign_cells(1):
+    absent = absent_packages()
+    for cell in (cell for cell in campaign_cells(1) if cell.layer not in absent):
         bench = cell.task.partition("/")[0]
         if ("task", cell.task) not in kinds or (bench, cell.layer) not in kinds:
             few = tuple(replace(part, train=min(part.train, 4), test=min(part.test, 2)) for part in cell.parts[:3])

@@ -33,13 +33,15 @@ class PrintedNumber:
 
 @dataclass(frozen=True)
 class Order:
-    """Claim that one number is better than another.
+    """Claim that one number is better than another, or matches it.
 
     Attributes:
         what: name of the numbers, in words.
         better, worse: places of our numbers; `name` names what is compared.
         lower_is_better: whether the smaller number is better.
         percent: whether both are fractions that are shown in percent.
+        matches: whether the claim also holds for equal numbers: for a difference within its standard error, or of at
+            most 0.05 percent points.
     """
 
     what: str
@@ -47,23 +49,77 @@ class Order:
     worse: Mapping[str, Any]
     lower_is_better: bool = False
     percent: bool = False
+    matches: bool = False
 
 
 @dataclass(frozen=True)
 class PrintedScores:
-    """Accuracies of a source in `experiments/recall/published.toml`, to compare with rows of a file.
+    """Accuracies of a source in `experiments/recall/published.toml`, to compare with rows of files.
+
+    Test rows choose the epoch, as in the papers; a second comparison takes the epoch that validation rows choose.
 
     Attributes:
-        file: rows of results, below the folder of results.
+        file: rows of results, below the folder of results; the first file that has a score counts.
         source: name of the source.
         decimals: digits that the paper prints behind the point.
         layers: layers whose scores are compared; empty: all.
+        sizes: what distinguishes the rows from others of their task (`quantities.Sizes`).
     """
 
-    file: str
+    file: tuple[str, ...]
     source: str
     decimals: int
     layers: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Claims about the number of blocks with which a layer solves word problems of some lengths.
+
+    Attributes:
+        file, task, layer, sizes: rows of the layer, at several depths.
+        lengths: numbers of elements; for the last one, other layers are compared.
+        at_most: largest number of blocks, as the paper claims.
+        fewer_than: layers that need more blocks.
+    """
+
+    file: str
+    task: str
+    layer: str
+    lengths: tuple[int, ...]
+    at_most: int
+    fewer_than: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Table of our scores with standard errors and seeds, below the lines of a paper.
+
+    Attributes:
+        title: heading.
+        kind: "scores" with a column per task; or, for word problems, "lengths", with accuracies by length, or
+            "blocks", with the number of blocks that solve each length.
+        file, layers, sizes: rows; layers without results and printed scores are left out.
+        tasks: the tasks.
+        sources: sources of printed scores in `experiments/recall/published.toml`.
+        conditions: by task, the text that the condition of its rows contains, where tasks differ.
+        decimals, printed_decimals: digits behind the point of our numbers and of printed ones.
+        note: sentence below the heading.
+    """
+
+    title: str
+    kind: str
+    file: tuple[str, ...]
+    tasks: tuple[str, ...]
+    layers: tuple[str, ...]
+    sources: tuple[str, ...] = ()
+    sizes: Mapping[str, Any] = field(default_factory=dict)
+    conditions: Mapping[str, str] = field(default_factory=dict)
+    decimals: int = 1
+    printed_decimals: int = 2
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -73,13 +129,15 @@ class Entry:
     Attributes:
         of: its names, such as "Table 6", or "Figure 3a" and "Figure 3b".
         subject: its content, in words.
-        numbers, orders, scores: comparisons with our results.
+        numbers, orders, scores, blocks: comparisons with our results.
         pictures: pictures without numbers that are drawn here, below docs/results.
         picture_rows: file with the rows of the models that the pictures show.
         page: page of docs/results with details.
         explanation: why our results differ; shown if they do.
         remark: sentence that is always shown.
-        not_run: why results, or some of them, are missing; shown if they are.
+        not_run: why results, or some of them, are missing; shown if they are. The names of missing layers come before a
+            reason that begins with "for".
+        seeds: number of seeds that the paper averages; 0 if it does not say.
         in_part: whether the entry shows results for which there is no comparison here.
         small: whether our models or experiments are smaller than the paper's.
         no_experiment: what it is, if it shows no results of an experiment.
@@ -91,12 +149,14 @@ class Entry:
     numbers: tuple[PrintedNumber, ...] = ()
     orders: tuple[Order, ...] = ()
     scores: tuple[PrintedScores, ...] = ()
+    blocks: tuple[Blocks, ...] = ()
     pictures: tuple[str, ...] = ()
     picture_rows: str = ""
     page: str = ""
     explanation: str = ""
     remark: str = ""
     not_run: str = ""
+    seeds: int = 0
     in_part: bool = False
     small: bool = False
     no_experiment: str = ""
@@ -115,7 +175,8 @@ class Entry:
         places = [number.ours for number in self.numbers]
         places += [place for order in self.orders for place in (order.better, order.worse)]
         named = [*(score.file for score in self.scores), *(place["file"] for place in places), self.picture_rows]
-        return list(dict.fromkeys(name for name in named if name))
+        named += [blocks.file for blocks in self.blocks]
+        return list(dict.fromkeys(name for names in named for name in _tuple(names) if name))
 
 
 @dataclass(frozen=True)
@@ -127,6 +188,7 @@ class Paper:
         tables, figures: numbers of tables and figures in the paper.
         entries: one or more per table and figure.
         note: remark below the title.
+        score_tables: tables of our scores.
     """
 
     title: str
@@ -135,6 +197,7 @@ class Paper:
     figures: int
     entries: tuple[Entry, ...] = field(repr=False)
     note: str = ""
+    score_tables: tuple[ScoreTable, ...] = field(default=(), repr=False)
 
 
 def read_papers() -> list[Paper]:
@@ -146,17 +209,26 @@ def read_paper(text: str) -> Paper:
     """Return the paper that a TOML document describes."""
     values = tomllib.loads(text)
     entries = tuple(_entry(entry) for entry in values.pop("entry"))
-    return Paper(entries=entries, **values)
+    tables = tuple(ScoreTable(**_tuples(table)) for table in values.pop("score_table", ()))
+    return Paper(entries=entries, score_tables=tables, **values)
 
 
 def _entry(values: dict[str, Any]) -> Entry:
     numbers = tuple(PrintedNumber(**one) for each in values.pop("number", ()) for one in _numbers(each))
     orders = tuple(Order(**one) for each in values.pop("order", ()) for one in _orders(each))
-    scores = [{**score, "layers": tuple(score.get("layers", ()))} for score in values.pop("scores", ())]
+    scores = tuple(PrintedScores(**_tuples({**one, "file": _tuple(one["file"])})) for one in values.pop("scores", ()))
+    blocks = tuple(Blocks(**_tuples(one)) for one in values.pop("blocks", ()))
     lists = {name: tuple(values.pop(name, ())) for name in ("of", "pictures", "tests")}
-    return Entry(
-        numbers=numbers, orders=orders, scores=tuple(PrintedScores(**one) for one in scores), **lists, **values
-    )
+    return Entry(numbers=numbers, orders=orders, scores=scores, blocks=blocks, **lists, **values)
+
+
+def _tuple(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values with tuples in place of lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _numbers(values: dict[str, Any]) -> Iterator[dict[str, Any]]:

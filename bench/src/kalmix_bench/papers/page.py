@@ -9,6 +9,7 @@ from pathlib import Path
 from kalmix.files import replace_file
 from kalmix_bench.papers.entries import Entry, Paper
 from kalmix_bench.papers.quantities import CommittedResults
+from kalmix_bench.papers.score_tables import draw_table
 from kalmix_bench.papers.status import DIFFERS, MEANINGS, NOT_RUN, Comparison, Outcome, outcome
 
 RESULTS = "bench/results"
@@ -49,10 +50,11 @@ def draw(papers: Sequence[Paper], results: CommittedResults) -> str:
     ]
     for paper, ours in zip(papers, outcomes, strict=True):
         title = f"[{paper.title}]({paper.link})" if paper.link else paper.title
-        lines = [_line(entry, one) for entry, one in zip(paper.entries, ours, strict=True)]
+        lines = [_line(entry, one, results) for entry, one in zip(paper.entries, ours, strict=True)]
         head = ["| | content | status | comparison | details |", "|---|---|---|---|---|"]
         note = [f"{paper.note}\n"] if paper.note else []
         parts += [f"## {title}\n", *note, "\n".join([*head, *lines]) + "\n"]
+        parts += [table for one in paper.score_tables if (table := draw_table(one, results))]
     return "\n".join(parts)
 
 
@@ -65,10 +67,10 @@ def _counts(papers: Sequence[Paper], outcomes: Sequence[Sequence[Outcome]]) -> s
     return "\n".join(lines) + "\n"
 
 
-def _line(entry: Entry, found: Outcome) -> str:
+def _line(entry: Entry, found: Outcome, results: CommittedResults) -> str:
     status = f"**{found.status}**" + (f", {found.qualifier}" if found.qualifier else "")
     page = f"[{Path(entry.page).stem}]({entry.page})" if entry.page else ""
-    details = ", ".join([*([page] if page else []), *(f"`{RESULTS}/{file}`" for file in entry.files)])
+    details = ", ".join([*([page] if page else []), *(f"`{RESULTS}/{file}`" for file in results.existing(entry.files))])
     return f"| {entry.label} | {entry.subject} | {status} | {describe(entry, found)} | {details} |"
 
 
@@ -76,24 +78,55 @@ def describe(entry: Entry, found: Outcome) -> str:
     """Return sentences about the comparisons of an entry, and why results differ or are missing."""
     numbers = [one for one in found.comparisons if one.agrees is not None and not one.is_order]
     orders = [one for one in found.comparisons if one.agrees is not None and one.is_order]
-    missing = sum(one.agrees is None for one in found.comparisons)
+    missing = [one for one in found.comparisons if one.agrees is None]
     limits = " and limits" if any("claimed" in one.text for one in numbers) else ""
     sentences = [entry.no_experiment, *_sentences(numbers, f"printed numbers{limits} agree")]
     sentences += _sentences(sorted(orders, key=lambda one: one.distance), "rankings hold")
-    seeds = min((one.seeds for one in found.comparisons if one.seeds), default=0)
-    if seeds:
-        sentences.append("One seed." if seeds == 1 else f"{seeds} seeds.")
-    if missing and (numbers or orders):
-        sentences.append(f"{missing} printed {'number has' if missing == 1 else 'numbers have'} no result here.")
+    held_out = [one.on_validation for one in numbers if one.on_validation is not None]
+    if held_out:
+        sentences.append(f"If validation rows choose the epoch, {sum(held_out)} of {len(held_out)} agree.")
+    sentences.append(_seeds(entry, found.comparisons))
+    if numbers or orders:
+        sentences.append(_count_missing(missing))
     sentences += [entry.explanation if found.status == DIFFERS else "", entry.remark]
     if entry.pictures:
         links = ", ".join(f"[{Path(path).stem}]({path})" for path in entry.pictures)
         sentences.append(f"Drawn here: {links}.")
     if found.has_gaps and entry.not_run:
-        sentences.append(_capitalize(entry.not_run) if found.status == NOT_RUN else f"Not run: {entry.not_run}")
+        names = f"{_name_missing(found.comparisons) or 'the rest'}, " if entry.not_run.startswith("for ") else ""
+        sentences.append(_capitalize(entry.not_run) if found.status == NOT_RUN else f"Not run: {names}{entry.not_run}")
     if entry.tests:
         sentences.append(f"Test: {', '.join(f'`{test}`' for test in entry.tests)}.")
     return " ".join(sentence for sentence in sentences if sentence)
+
+
+def _seeds(entry: Entry, comparisons: Sequence[Comparison]) -> str:
+    """Return the number of seeds of results, or its range, and the paper's; empty if none depends on a seed."""
+    counts = [one.seeds for one in comparisons if one.seeds]
+    if not counts:
+        return ""
+    fewest, most = min(counts), max(counts)
+    ours = f"{fewest} to {most} seeds" if fewest < most else "One seed" if most == 1 else f"{most} seeds"
+    return f"{ours}, {entry.seeds} in the paper." if entry.seeds else f"{ours}."
+
+
+def _count_missing(missing: Sequence[Comparison]) -> str:
+    """Return a sentence about comparisons without a result; empty if there are none."""
+    orders = sum(one.is_order for one in missing)
+    counts = {"printed number": len(missing) - orders, "ranking": orders}
+    parts = [f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in counts.items() if count]
+    return f"{' and '.join(parts)} {'has' if len(missing) == 1 else 'have'} no result here." if parts else ""
+
+
+def _name_missing(comparisons: Sequence[Comparison]) -> str:
+    """Return the layers without results, with their tasks if others have one; empty if none is named."""
+    parts = []
+    for layer in dict.fromkeys(one.layer for one in comparisons if one.layer):
+        own = [one for one in comparisons if one.layer == layer]
+        tasks = [one.task for one in own if one.agrees is None]
+        if tasks:
+            parts.append(layer if len(tasks) == len(own) else f"{layer} ({', '.join(tasks)})")
+    return "; ".join(parts)
 
 
 def _sentences(comparisons: Sequence[Comparison], claim: str) -> list[str]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from kalmix_bench.datasets import TASKS
 from kalmix_bench.experiments.recall.published import published_scores
-from kalmix_bench.papers.entries import Entry, Order, PrintedNumber, PrintedScores
-from kalmix_bench.papers.quantities import CommittedResults, Measured
+from kalmix_bench.papers.entries import Blocks, Entry, Order, PrintedNumber, PrintedScores
+from kalmix_bench.papers.quantities import CommittedResults, Measured, Sizes
+from kalmix_bench.papers.word_problems import accuracies, count_blocks
 from kalmix_bench.runner.published_names import published_name
 
+EQUAL_SHARES = 0.0005  # largest difference of fractions that match; 0.05 percent points
 REPRODUCED, CONFIRMED, DIFFERS = "reproduced", "order confirmed", "differs"
 PICTURE, NOT_RUN, NO_EXPERIMENT = "picture drawn", "not run", "not an experiment"
 MEANINGS = {
@@ -33,6 +36,8 @@ class Comparison(NamedTuple):
         is_order: whether it is an order.
         distance: difference between both sides in percent of the second; 0 for limits.
         seeds: number of seeds of our result; 0 if it has none.
+        layer, task: layer and task of a printed score, in words.
+        on_validation: whether our result also agrees if validation rows choose the epoch; `None` without such rows.
     """
 
     what: str
@@ -41,6 +46,9 @@ class Comparison(NamedTuple):
     is_order: bool = False
     distance: float = 0.0
     seeds: int = 0
+    layer: str = ""
+    task: str = ""
+    on_validation: bool | None = None
 
 
 class Outcome(NamedTuple):
@@ -85,18 +93,57 @@ def compare(entry: Entry, results: CommittedResults) -> Iterator[Comparison]:
         yield from _compare_scores(scores, results)
     for number in entry.numbers:
         yield _compare_number(number, results.look_up(number.ours))
+    for blocks in entry.blocks:
+        yield from _compare_blocks(blocks, results)
     for order in entry.orders:
-        yield _compare_order(order, results.look_up(order.better), results.look_up(order.worse))
+        yield _compare_order(order, *results.look_up_pair(order.better, order.worse))
 
 
 def _compare_scores(scores: PrintedScores, results: CommittedResults) -> Iterator[Comparison]:
     for layer, task, percent in published_scores(scores.source):
         if scores.layers and layer not in scores.layers:
             continue
-        what = f"{published_name(layer)}, {task.rpartition('/')[2].replace('-', ' ')} (%)"
-        ours = results.find(scores.file, task, layer, next(iter(TASKS[task].scores)))
-        number = PrintedNumber(what, {}, f"{percent:.{scores.decimals}f}", percent=True)
-        yield _compare_number(number, ours)
+        names = published_name(layer), task.rpartition("/")[2].replace("-", " ")
+        number = PrintedNumber(f"{', '.join(names)} (%)", {}, f"{percent:.{scores.decimals}f}", percent=True)
+        compared = _compare_number(number, read_score(results, scores.file, task, layer, scores.sizes, "test"))
+        held_out = read_score(results, scores.file, task, layer, scores.sizes, "validation")
+        agrees = None if held_out is None else _compare_number(number, held_out).agrees
+        yield compared._replace(layer=names[0], task=names[1], on_validation=agrees)
+
+
+def read_score(
+    results: CommittedResults, files: Sequence[str], task: str, layer: str, sizes: Mapping[str, Any], chosen_on: str
+) -> Measured | None:
+    """Return the main score of a layer on a task, of the epoch that "test" or "validation" rows choose."""
+    allowed: Sizes = {**sizes, "chosen_on": chosen_on}  # pyright: ignore[reportAssignmentType]
+    return results.find(files, task, layer, next(iter(TASKS[task].scores)), **allowed)
+
+
+def _compare_blocks(blocks: Blocks, results: CommittedResults) -> Iterator[Comparison]:
+    sizes: Any = blocks.sizes
+    by_layer = {
+        layer: accuracies(results, [blocks.file], blocks.task, layer, sizes)
+        for layer in (blocks.layer, *blocks.fewer_than)
+    }
+    name, limit = published_name(blocks.layer), f"claimed at most {blocks.at_most}"
+    for length in blocks.lengths:
+        ours = count_blocks(by_layer[blocks.layer], length)
+        what = f"blocks of {name}, length {length}"
+        if ours is None:
+            yield Comparison(what, limit, None)
+        else:
+            yield Comparison(what, f"{ours}, {limit}", ours.is_at_most(blocks.at_most), seeds=ours.seeds)
+    last = blocks.lengths[-1]
+    ours = count_blocks(by_layer[blocks.layer], last)
+    for layer in blocks.fewer_than:
+        theirs, other = count_blocks(by_layer[layer], last), published_name(layer)
+        what = f"blocks at length {last}"
+        if ours is None or theirs is None:
+            yield Comparison(what, f"{name} needs fewer than {other}", None, True)
+            continue
+        agrees, seeds = ours.is_below(theirs), min(ours.seeds, theirs.seeds)
+        sign = "<" if agrees else "not <"
+        yield Comparison(what, f"{ours} ({name}) {sign} {theirs} ({other})", agrees, True, seeds=seeds)
 
 
 def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
@@ -104,6 +151,8 @@ def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
     theirs = "printed " if number.printed else "claimed above " if number.above else "claimed below "
     if ours is None:
         return Comparison(number.what, theirs + limit, None)
+    if not ours.seeds and ours.diverged:
+        return Comparison(number.what, f"diverged, {theirs}{limit}", False, distance=math.inf)
     factor = 100 if number.percent else 1
     value, error, bound = factor * ours.value, factor * ours.error, float(limit)
     if number.printed:
@@ -111,8 +160,14 @@ def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
         distance = _difference(value, bound)
     else:
         agrees, shown, distance = (value > bound if number.above else value < bound), f"{value:.4g}", 0.0
-    uncertainty = f" ± {error:.2g}" if ours.seeds > 1 else ""
+    uncertainty = _uncertainty(ours, factor)
     return Comparison(number.what, f"{shown}{uncertainty}, {theirs}{limit}", agrees, False, distance, ours.seeds)
+
+
+def _uncertainty(ours: Measured, factor: float) -> str:
+    """Return a standard error and diverged seeds as text; empty if there are none."""
+    error = f" ± {factor * ours.error:.2g}" if ours.seeds > 1 else ""
+    return error + (f" ({ours.diverged} of {ours.seeds + ours.diverged} seeds diverged)" if ours.diverged else "")
 
 
 def agree(value: float, error: float, printed: str) -> bool:
@@ -142,14 +197,33 @@ def _compare_order(order: Order, better: Measured | None, worse: Measured | None
     names = [place.get("name") or published_name(place["layer"]) for place in (order.better, order.worse)]
     if better is None or worse is None:
         return Comparison(order.what, f"{names[0]} better than {names[1]}", None, True)
+    pair = (better, worse)
+    if math.isnan(better.value) or math.isnan(worse.value):
+        texts = [
+            f"{name} {'diverged' if math.isnan(one.value) else 'did not'}"
+            for one, name in zip(pair, names, strict=True)
+        ]
+        return Comparison(order.what, ", ".join(texts), not math.isnan(better.value), True, math.inf)
     agrees = better.value < worse.value if order.lower_is_better else better.value > worse.value
     sign = "=" if better.value == worse.value else "<" if better.value < worse.value else ">"
-    pair = [100 * one.value if order.percent else one.value for one in (better, worse)]
-    digits = next((count for count in (3, 4, 5, 6) if f"{pair[0]:.{count}g}" != f"{pair[1]:.{count}g}"), 8)
-    shown = [f"{value:.{digits}g} ({name})" for value, name in zip(pair, names, strict=True)]
+    if order.matches and abs(better.value - worse.value) <= _margin(order, better, worse):
+        agrees, sign = True, "≈"
+    factor = 100 if order.percent else 1
+    values = [factor * one.value for one in pair]
+    digits = next((count for count in (3, 4, 5, 6) if f"{values[0]:.{count}g}" != f"{values[1]:.{count}g}"), 8)
+    shown = [
+        f"{value:.{digits}g}{_uncertainty(one, factor)} ({name})"
+        for value, one, name in zip(values, pair, names, strict=True)
+    ]
     text = f"{shown[0]} {sign} {shown[1]}"
-    seeds = min((one.seeds for one in (better, worse) if one.seeds), default=0)
+    seeds = min((one.seeds for one in pair if one.seeds), default=0)
     return Comparison(order.what, text, agrees, True, _difference(better.value, worse.value), seeds)
+
+
+def _margin(order: Order, better: Measured, worse: Measured) -> float:
+    """Return the largest difference between numbers that match: its standard error, or one that rounding hides."""
+    errors = [0.0 if math.isnan(one.error) else one.error for one in (better, worse)]
+    return max(math.hypot(*errors), EQUAL_SHARES if order.percent else 0.0)
 
 
 def _difference(value: float, other: float) -> float:

@@ -25,6 +25,7 @@ NAMES = {
     "deltanet": "DeltaNet",
     "gated-deltanet": "Gated DeltaNet",
     "gated-deltanet-no-conv": "Gated DeltaNet, no convolution",
+    'gated-deltanet:{"negative_eigenvalues": true}': "Gated DeltaNet, negative eigenvalues",
     "kda": "KDA",
     "linear-attention": "linear attention",
     "retnet": "RetNet",
@@ -52,6 +53,8 @@ def published_name(text: str) -> str:
         text: a name, optionally with a colon and options as a JSON object; or two names joined by a plus, of a hybrid.
             Unknown names are returned unchanged.
     """
+    if text in NAMES:
+        return NAMES[text]
     if "+" in text.partition(":")[0]:
         return " + ".join(published_name(name) for name in text.split("+"))
     name, colon, options = text.partition(":")

@@ -41,6 +41,11 @@ def read(folders: Sequence[Path], experiments: Sequence[Experiment[Any]]) -> lis
         if not any(experiment.select(folder_rows) for experiment in experiments):
             raise _not_an_output(f"{str(folder)!r}, whose results.jsonl has no finished cell")
         rows += folder_rows
+    return latest_rows(rows)
+
+
+def latest_rows(rows: Iterable[Row]) -> list[Row]:
+    """Return the last row of each cell."""
     return list({_row_key(row): row for row in rows}.values())
 
 

@@ -41,7 +41,7 @@ def findings(rows: Sequence[Row]) -> list[Finding]:
         metadata = {name: getattr(entry, name) for name in ("hidden_size", "depth", "diverged", "main_score")}
         metadata |= {name: first[name] for name in ("parameters", "state")}
         metadata |= {name: first["protocol"][name] for name in ("learning_rate", "weight_decay")}
-        metadata["epochs"] = entry.mean_of("epochs")
+        metadata |= {"epochs": entry.mean_of("epochs"), "validation": first["protocol"].get("validation", 0)}
         for kind in (kind for kind in KINDS if kind in first):
             for name in first["scores"]:
                 score = entry.score(name, kind)

@@ -115,10 +115,15 @@ def slices(entry: LayerSummary, selection: str = "score") -> Slices:
 
 def scores_by_length(entry: LayerSummary, selection: str = "score") -> dict[int, Score]:
     """Return the main scores of a word problem over seeds, by number of elements; empty for other tasks."""
+    return {length: Score.of(values) for length, values in values_by_length(entry, selection).items()}
+
+
+def values_by_length(entry: LayerSummary, selection: str = "score") -> dict[int, list[float]]:
+    """Return the main score of each seed on a word problem, by number of elements; empty for other tasks."""
     scores_at: dict[int, list[float]] = {}
     for row in entry.rows:
         judged = [part["settings"] for part in row["parts"] if part["test"]]
         for settings, scores in zip(judged, row["slices"][selection], strict=True):
             if "k" in settings:
                 scores_at.setdefault(settings["k"], []).append(scores[entry.main_score])
-    return {length: Score.of(values) for length, values in sorted(scores_at.items())}
+    return dict(sorted(scores_at.items()))
