@@ -78,7 +78,7 @@ for model in bayesian-340m hybrid-340m; do  # a capture that fails would make ot
   stage speed 80 bash -c 'speed --captured --models "$0" --methods "context two-phase" --steps 8' "$model"
   stage speed 80 bash -c 'speed --compiled --models "$0" --methods "context one" --steps 8' "$model"
 done
-stage speed 80 bash -c 'speed --compiled --models kla-340m --methods "one,fsdp2,fsdp2 by 4" --batch 4'
+stage speed 80 bash -c 'speed --compiled --models kla-340m --methods "one,fsdp2,fsdp2 by 4,fsdp2 by 4 kept" --batch 4'
 seconds=$(left 10)
 for layers in kla,afa,gated-deltanet,retnet bayesian,attention,deltanet gated-kalmanet,controlled-afa,gla \
   kda,afa-transformer,linear-attention design,rt-afa,mamba2 hybrid,recurrent-afa; do

@@ -189,6 +189,24 @@ def check_plain_model(folder: Path) -> None:
     check_dtypes(dtypes)
 
 
+def check_groups_of_blocks(folder: Path) -> None:
+    """Blocks that are sharded together, with weights that are gathered once or twice."""
+    layers = ["kla", "gated-deltanet", "attention", "kla", "kla"]
+    for reshard in (True, False):
+        model = build(layers)
+        shard_dynamics(model)
+        blocks = list(model.model.layers)
+        for group in (blocks[:2], blocks[2:]):
+            fully_shard(group, reshard_after_forward=reshard)
+        fully_shard(model)
+        _, own = rows()
+        loss = model(own, labels=own).loss
+        assert isinstance(blocks[0].mixer.in_proj.weight, DTensor) == reshard
+        loss.backward()
+        assert all(isinstance(x, DTensor) for x in model.parameters())
+        compare(model, loss, build(layers))
+
+
 def check_replicated(folder: Path) -> None:
     AcceleratorState._reset_state(True)
     accelerator = Accelerator(cpu=True)
@@ -271,5 +289,6 @@ CHECKS: dict[str, Callable[[Path], None]] = {
     "rounding is refused": check_rounding_is_refused,
     "ignored dynamics": check_ignored_dynamics,
     "plain model": check_plain_model,
+    "groups of blocks": check_groups_of_blocks,
     "marginal": check_marginal,
 }

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -95,6 +96,28 @@ def test_speed_writes_a_row_per_method_and_repeats_none(tmp_path):
     assert len(rows(tmp_path)) == len(found) == len(speed.METHODS)
     assert all(row["status"] == "ok" for row in found.values())
     assert found["fsdp2"]["tokens"] == 64 and found["context"]["tokens"] == 64 and found["one"]["tokens"] == 32
+
+
+@pytest.mark.slow
+def test_groups_of_blocks_take_fewer_collectives():
+    command = [
+        sys.executable,
+        "-m",
+        "kalmix_bench.perf.scaling.host",
+        "--models",
+        "gated-deltanet-narrow",
+        "--steps",
+        "1",
+    ]
+    done = subprocess.run(command, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = [re.search(r", (.*): .* (\d+) gathers, (\d+) scatters", line) for line in done.stdout.splitlines()]
+    counts = {x[1]: (int(x[2]), int(x[3])) for x in found if x}
+    blocks, groups, root = 24, 6, 1
+    assert counts["one"] == (0, 0)
+    assert counts["fsdp2"] == (2 * blocks + root, blocks + root)
+    assert counts["fsdp2 by 4"] == (2 * groups + root, groups + root)
+    assert counts["fsdp2 by 4 kept"] == (groups + root, groups + root)
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@
 
 Each row is a model and a method: tokens per second of all GPUs, milliseconds of a step and peak memory of a GPU. With
 `one`, `ddp` and `fsdp2` each GPU has `--batch` sequences of `--length` tokens; `fsdp2 by 4` gathers the weights of four
-blocks at once. With `context one` a GPU has one sequence of `--long` tokens; with `context` and `context two-phase` all
-GPUs divide it.
+blocks at once, and `fsdp2 by 4 kept` keeps them until the backward pass instead of gathering them twice. With
+`context one` a GPU has one sequence of `--long` tokens; with `context` and `context two-phase` all GPUs divide it.
 
 Methods of one GPU run first: each GPU has a model of its own, and all GPUs are timed at the same moment, so that no
 other work disturbs them. One that runs out of memory is run again with activation checkpointing, and so are `ddp` and

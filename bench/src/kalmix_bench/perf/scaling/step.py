@@ -23,10 +23,11 @@ from kalmix.models.optimizer import optimizer_groups
 from kalmix_bench.perf.scaling.group import make_mesh
 
 WORDS = 32000
-SIZES = {"340m": (1024, 24), "1b": (2048, 16), "toy": (64, 2)}  # width and blocks; KLA has more blocks
-KLA_BLOCKS = {"340m": 52, "1b": 36, "toy": 4}  # without MLPs
+SIZES = {"340m": (1024, 24), "1b": (2048, 16), "toy": (64, 2), "narrow": (64, 24)}  # width, blocks; KLA has more
+KLA_BLOCKS = {"340m": 52, "1b": 36, "toy": 4, "narrow": 52}  # without MLPs
 ALONE = ("one", "context one")  # methods of one GPU
-METHODS = (*ALONE, "fsdp2", "context two-phase", "fsdp2 by 4", "ddp", "context")
+FSDP = {"fsdp2": (1, True), "fsdp2 by 4": (4, True), "fsdp2 by 4 kept": (4, False)}  # see `shard`
+METHODS = (*ALONE, "fsdp2", "context two-phase", "fsdp2 by 4", "fsdp2 by 4 kept", "ddp", "context")
 WARM_UP, LONG_STEP = 3, 2.0  # steps before those that are timed; seconds from which only two steps are timed
 BEFORE_CAPTURE = 11  # steps before a capture, with DDP
 LONGEST = 12  # kernels that a profile names
@@ -85,8 +86,8 @@ class Run:
         self.model: nn.Module = model
         self.context: ContextParallel | None = None
         self.replicated: list[nn.Parameter] = []
-        if cell.method.startswith("fsdp2"):
-            self.replicated = shard(model, 4 if cell.method == "fsdp2 by 4" else 1, compiled=cell.compiled)
+        if cell.method in FSDP:
+            self.replicated = shard(model, *FSDP[cell.method], compiled=cell.compiled)
         elif cell.method not in ALONE:  # with "context", DDP sums the gradients during the backward pass
             # A group of its own, so that layers do not wait for sums of gradients that were sent before.
             group = distributed.new_group() if cell.is_context else None
@@ -101,7 +102,7 @@ class Run:
         groups = split_groups(optimizer_groups(model, learning_rate=3e-4, weight_decay=0.1), self.replicated)
         fused = device.type == "cuda"
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=fused, capturable=cell.captured)
-        own = distributed.get_rank() if cell.method in ("ddp", "fsdp2", "fsdp2 by 4") else 0
+        own = distributed.get_rank() if cell.method in ("ddp", *FSDP) else 0
         generator = torch.Generator().manual_seed(own)
         self.ids: Tensor = torch.randint(WORDS, (cell.batch, cell.length), generator=generator).to(device)
         self.labels: Tensor = torch.cat([self.ids[:, 1:], torch.full_like(self.ids[:, :1], -100)], 1)
@@ -145,8 +146,11 @@ class Run:
         self.optimizer.zero_grad()
 
 
-def shard(model: KalmixForCausalLM, together: int, *, compiled: bool = False) -> list[nn.Parameter]:
+def shard(model: KalmixForCausalLM, together: int, reshard: bool, *, compiled: bool = False) -> list[nn.Parameter]:
     """Shard a model by FSDP2, with `together` blocks in a group; return the parameters that stay whole on each rank.
+
+    With `reshard`, a group frees its gathered weights after its forward pass and gathers them again in the backward
+    pass; otherwise it keeps them until then.
 
     If the blocks will be compiled, each rank has all parameters of the dynamics, and `average` must be called with
     their gradients: hooks of FSDP2 inside of a block would divide it into many graphs, each compiled for each block.
@@ -161,7 +165,7 @@ def shard(model: KalmixForCausalLM, together: int, *, compiled: bool = False) ->
     options: dict[str, Any] = {"mp_policy": policy, "ignored_params": set(kept)}
     for start in range(0, len(blocks), together):
         group = blocks[start : start + together]
-        fully_shard(group if together > 1 else group[0], **options)
+        fully_shard(group if together > 1 else group[0], reshard_after_forward=reshard, **options)
     fully_shard(model, **options)
     return kept
 
