@@ -147,7 +147,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 def has_global_hooks() -> bool:
     """Return whether PyTorch runs hooks in calls of all modules, such as `register_module_forward_hook` adds."""
-    return nn.modules.module._has_any_global_hook()
+    return bool(nn.modules.module._has_any_global_hook())
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
