@@ -5,6 +5,8 @@ import torch
 import transformers.integrations.peft
 from packaging.version import Version
 
+from kalmix.models import KalmixForSequenceClassification
+
 from .conftest import LAYERS, build
 
 peft = pytest.importorskip("peft")
@@ -77,3 +79,52 @@ def test_other_adapters_train(kind, model):
     adapted(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     grads = [p.grad for p in adapted.parameters() if p.requires_grad]
     assert any(grad is not None and bool(grad.abs().sum() > 0) for grad in grads)
+
+
+def test_context_aware_prompt_tuning(model):
+    """CPT begins with the embeddings of given tokens, moves those of some, and generates what it computes."""
+    prompt, ids = [6, 7, 8, 9, 10], _ids(model)
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0  # padding between the prompt and the text
+    prefix = torch.tensor([prompt]).expand(2, -1)
+    expected = model(torch.cat([prefix, ids], 1), attention_mask=torch.cat([torch.ones_like(prefix), mask], 1)).logits
+    options = {"cpt_token_ids": prompt, "cpt_mask": [1] * 5, "cpt_tokens_type_mask": [1, 2, 2, 3, 4]}
+    options |= {"opt_projection_epsilon": 40.0, "opt_projection_format_epsilon": 40.0}  # a tiny model needs large steps
+    adapted = peft.get_peft_model(model, peft.CPTConfig(task_type="CAUSAL_LM", **options)).eval()
+    found = adapted(input_ids=ids, attention_mask=mask).logits
+    torch.testing.assert_close(found[:, 5:][mask == 1], expected[:, 5:][mask == 1])
+
+    labels = ids.masked_fill(mask == 0, -100)
+    optimizer = torch.optim.Adam([p for p in adapted.parameters() if p.requires_grad], lr=0.1)
+    losses = []
+    for _ in range(5):
+        kinds = torch.full_like(ids, 4) * mask  # PEFT changes them in place
+        loss = adapted(input_ids=ids, attention_mask=mask, labels=labels, input_type_mask=kinds).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    moved = adapted.prompt_encoder["default"].delta_embedding.weight.abs().sum(1) > 0
+    assert moved.tolist() == [True, True, True, True, False]
+
+    text = adapted.generate(input_ids=ids, attention_mask=mask, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    logits = adapted(input_ids=text, attention_mask=torch.cat([mask, mask.new_ones(2, 6)], 1)).logits
+    assert torch.equal(logits[:, 13:-1].argmax(2), text[:, 9:])
+
+
+def test_prompts_of_a_classifier_train_with_padding_on_either_side(tokenizer):
+    """PEFT gives the model embedded tokens, in which no id marks the padding."""
+    torch.manual_seed(0)
+    config = build(LAYERS["hybrid"], tokenizer, num_labels=3).config
+    options = {"task_type": "SEQ_CLS", "num_virtual_tokens": 3}
+    adapted = peft.get_peft_model(KalmixForSequenceClassification(config), peft.PromptTuningConfig(**options)).eval()
+    ids, labels = _ids(adapted), torch.tensor([2, 0])
+    mask = torch.tensor([[1] * 6 + [0] * 3, [0] * 4 + [1] * 5])
+    ids[mask == 0] = tokenizer.pad_token_id
+    output = adapted(input_ids=ids, attention_mask=mask, labels=labels)
+    whole = [(ids[None, i, mask[i] == 1], mask[None, i, mask[i] == 1]) for i in range(2)]
+    alone = torch.cat([adapted(input_ids=row, attention_mask=ones).logits for row, ones in whole])
+    torch.testing.assert_close(output.logits, alone)
+    output.loss.backward()
+    assert any(bool(p.grad.abs().sum() > 0) for p in adapted.prompt_encoder.parameters())

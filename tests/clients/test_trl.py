@@ -124,6 +124,24 @@ def test_dpo_trains(folder, model, tokenizer, tmp_path):
     _check_trained(trainer, dict(model.named_parameters()))
 
 
+def test_kto_trains(folder, model, tokenizer, tmp_path):
+    """The log-probabilities that TRL reports are those of each completion alone, without padding."""
+    labels = [True, False, False, True] * 4
+    data = Dataset.from_dict({"prompt": sentences(16), "completion": sentences(16, seed=1), "label": labels})
+    config = trl.KTOConfig(str(tmp_path), **COMMON, per_device_eval_batch_size=16)
+    splits = {"train_dataset": data, "eval_dataset": data}
+    trainer = trl.KTOTrainer(str(folder), args=config, **splits, processing_class=tokenizer)
+    found = trainer.evaluate()
+    expected = {True: [], False: []}
+    for row in trainer.eval_dataset:
+        prompt, completion = row["prompt_ids"], torch.tensor(row["completion_ids"])
+        logits = model(torch.tensor([[*prompt, *completion]])).logits[0, len(prompt) - 1 : -1]
+        expected[row["label"]].append(logits.log_softmax(1).gather(1, completion[:, None]).sum().item())
+    assert found["eval_logps/chosen"] == pytest.approx(sum(expected[True]) / 8, rel=1e-4)
+    assert found["eval_logps/rejected"] == pytest.approx(sum(expected[False]) / 8, rel=1e-4)
+    _check_trained(trainer, dict(model.named_parameters()))
+
+
 def test_grpo_trains(folder, model, tokenizer, tmp_path):
     def reward(completions, **kwargs):
         return [float(len(set(text.split()))) for text in completions]

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -270,3 +271,37 @@ def test_slots_of_a_state():
     assert layer(x, states[2], many)[1].keys.shape[1] == 16 + 8
     short = Segments(torch.tensor([[0, 0, 3], [0, 3, 8], [1, 0, 2]], dtype=torch.int32))
     assert layer(x, states[2], short)[1].keys.shape[1] == 16 + 5
+
+
+@pytest.mark.parametrize("case", ["whole", "packed", "state"])
+def test_derivatives_of_transforms(case):
+    """Forward mode and second derivatives equal differences of the fused implementation and of its gradient."""
+    torch.manual_seed(0)
+    layer = Attention(16, heads=4, kv_heads=2).double()
+    x, direction, weight = (torch.randn(1, 7, 16, dtype=torch.float64) for _ in range(3))
+    segments = Segments.packed(torch.tensor([0, 3, 7])) if case == "packed" else None
+    state = layer(torch.randn(1, 4, 16, dtype=torch.float64))[1].detach() if case == "state" else None
+
+    def call(x):
+        return layer(x, state, segments)[0]
+
+    def loss(x):
+        return (call(x) * weight).square().sum()
+
+    def gradient(x):
+        x = x.clone().requires_grad_()
+        return torch.autograd.grad(loss(x), x)[0]
+
+    def slope(function):
+        return (function(x + 1e-6 * direction) - function(x - 1e-6 * direction)) / 2e-6
+
+    y, tangent = torch.func.jvp(call, (x,), (direction,))
+    torch.testing.assert_close(y, call(x))
+    torch.testing.assert_close(tangent, slope(call), rtol=1e-5, atol=1e-7)
+    with forward_ad.dual_level():
+        found = forward_ad.unpack_dual(call(forward_ad.make_dual(x, direction))).tangent
+    torch.testing.assert_close(found, tangent)
+    second = torch.func.jvp(torch.func.grad(loss), (x,), (direction,))[1]
+    torch.testing.assert_close(second, slope(gradient), rtol=1e-5, atol=1e-7)
+    twice = torch.func.grad(lambda x: (torch.func.grad(loss)(x) * direction).sum())(x)
+    torch.testing.assert_close(twice, second)

@@ -1,10 +1,11 @@
-"""The short convolution compared with PyTorch's."""
+"""The short convolution compared with PyTorch's, and modules that fused parts do not call."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.modules.module import register_module_forward_hook, register_module_full_backward_hook
 
-from kalmix.layers.modules import ShortConvolution, apply_linear, linear_variance
+from kalmix.layers.modules import RMSNorm, ShortConvolution, apply_linear, is_plain, linear_variance
 from kalmix.segments import Segments
 
 
@@ -83,3 +84,14 @@ def test_float8_weights_are_applied_in_the_dtype_of_the_input():
     weight = linear.scale * linear.weight.float()
     torch.testing.assert_close(apply_linear(linear, x), F.linear(x, weight, linear.bias))
     torch.testing.assert_close(linear_variance(linear, x), F.linear(x, weight.square()))
+
+
+def test_modules_with_hooks_are_not_plain():
+    """Fused parts call such a module: with hooks of its own, and with those of all modules."""
+    norm = RMSNorm(4)
+    registers = [norm.register_forward_hook, register_module_forward_hook, register_module_full_backward_hook]
+    for register in registers:
+        assert is_plain(norm, RMSNorm)
+        handle = register(lambda *_: None)
+        assert not is_plain(norm, RMSNorm)
+        handle.remove()

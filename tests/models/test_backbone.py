@@ -26,6 +26,7 @@ from kalmix.models import (
     KalmixForTokenClassification,
     KalmixModel,
 )
+from kalmix.models.cache_name import cache_of
 
 from .conftest import LAYERS, VOCABULARY, build, tokens
 
@@ -174,6 +175,49 @@ def test_classifiers():
     torch.testing.assert_close(output.logits, tagger.score(tagger.model(ids, attention_mask=mask).last_hidden_state))
     output.loss.backward()
     assert all(parameter.grad is not None for parameter in tagger.parameters())
+
+
+def test_classifiers_read_no_masked_token():
+    """Embedded tokens have no pad id: the mask alone says which tokens are padding, on either side or inside."""
+    torch.manual_seed(0)
+    model = KalmixForSequenceClassification(config(layers=["kla", "attention"], num_labels=3)).eval()
+    ids = tokens(4, 6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 0, 1, 1, 0], [1, 1, 1, 1, 1, 1]])
+    alone = torch.cat([model(ids[i : i + 1, mask[i] == 1]).logits for i in range(4)])
+    torch.testing.assert_close(model(ids, attention_mask=mask).logits, alone)
+    embedded = model.get_input_embeddings()(ids)
+    torch.testing.assert_close(model(inputs_embeds=embedded, attention_mask=mask).logits, alone)
+    block = (mask[:, None, :, None] * mask[:, None, None, :] * torch.ones(6, 6).tril()).bool()
+    torch.testing.assert_close(model(inputs_embeds=embedded, attention_mask=block).logits, alone)
+    cache = cache_of(model(inputs_embeds=embedded[2:3, :4], attention_mask=mask[2:3, :4]))
+    found = model(inputs_embeds=embedded[2:3, 4:], attention_mask=mask[2:3], cache=cache)
+    torch.testing.assert_close(found.logits, alone[2:3])
+    model.config.pad_token_id = None
+    torch.testing.assert_close(model(ids[:1], attention_mask=mask[:1]).logits, alone[:1])
+    with pytest.raises(ArgumentError, match="pad_token_id"):
+        model(ids, attention_mask=mask)
+
+
+PACKED = {
+    "cu_seq_lens_q": [0, 3, 8],
+    "seq_idx": [[0, 0, 0, 1, 1, 1, 1, 1]],
+    "position_ids": [[0, 1, 2, 0, 1, 2, 3, 4]],
+    "attention_mask": torch.block_diag(torch.ones(3, 3), torch.ones(5, 5)).tril().bool()[None, None].tolist(),
+}
+WHOLE = {"cu_seq_lens_q": [0, 8], "seq_idx": [[5] * 8], "position_ids": [[*range(8)]], "attention_mask": [[1] * 8]}
+
+
+@pytest.mark.parametrize(("name", "compiled"), [*((name, False) for name in PACKED), ("position_ids", True)])
+def test_sequence_classifiers_refuse_packed_rows(name, compiled):
+    """A row gets one class. Compiled code, which reads no values, checks it when it runs."""
+    torch.manual_seed(0)
+    model = KalmixForSequenceClassification(config(layers=["kla"], num_labels=3)).eval()
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    ids = tokens(1, 8)
+    whole = call(ids, use_cache=False, **{name: torch.tensor(WHOLE[name])}).logits
+    torch.testing.assert_close(whole, model(ids).logits)
+    with pytest.raises(RuntimeError if compiled else ArgumentError, match=f"`{name}` describes several sequences"):
+        call(ids, use_cache=False, **{name: torch.tensor(PACKED[name])})
 
 
 def test_token_classifier_accepts_labels_that_are_a_slice():

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache, StaticCache
@@ -270,6 +271,19 @@ def test_hooks_run_at_every_step_of_generation(kind):
     model.graph = Tape
     getattr(model.model.layers[0].norm, kind)(lambda *_: calls.append(1))
     model.generate(tokens(1, 5), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    assert len(calls) == 9
+
+
+@pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+def test_global_hooks_run_at_every_step_of_generation(register):
+    model, calls = build("hybrid"), []
+    model.graph = Tape
+    norm = model.model.layers[0].norm
+    handle = register(lambda module, *_: calls.append(1) if module is norm else None)
+    try:
+        model.generate(tokens(1, 5), max_new_tokens=9, do_sample=False, eos_token_id=None)
+    finally:
+        handle.remove()
     assert len(calls) == 9
 
 

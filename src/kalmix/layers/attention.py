@@ -20,7 +20,7 @@ from kalmix.layers.packed_attention import attend_packed, attend_runs, load_flas
 from kalmix.segments import Segments, mask_outside, of_tokens
 from kalmix.steps import Slots, store_rows
 from kalmix.types import Belief, Filtered, belief_dtype
-from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int
+from kalmix.validation import FLOATS, can_check_values, check_choice, check_number, check_positive_int, in_transform
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 
@@ -83,7 +83,8 @@ class Attention(Mixer):
 
     Attributes:
         implementation: "sdpa", PyTorch's fused attention, or "eager", a softmax over a stored `[T, S + T]` matrix of
-            scores; initially "sdpa". Assign it after construction; another name raises `ArgumentError`.
+            scores; initially "sdpa". Assign it after construction; another name raises `ArgumentError`. Inside a
+            transform of `torch.func` or forward-mode differentiation, "eager" always runs: it has all derivatives.
             `attn_implementation` of a model for transformers sets it in all layers.
 
     Shape:
@@ -203,7 +204,7 @@ class Attention(Mixer):
         elif segments is None or segment_ids is None:
             output, final = (self._attend(q, k, v, None), new) if previous is None else self._continue(q, new, previous)
         elif previous is None or segments.count == 0:  # a state of no sequences holds no tokens
-            if self.implementation == "eager":
+            if self._is_eager():
                 output = self._attend(q, k, v, (segment_ids[:, :, None] == segment_ids[:, None]).tril())
             else:
                 output = attend_packed(q, k, v, segments, segment_ids)
@@ -224,7 +225,7 @@ class Attention(Mixer):
         """
         norms = self.query_norm, self.key_norm
         projected, weights = self.in_proj(x), (self.query_norm.weight, self.key_norm.weight)
-        fuses = self.implementation == "sdpa" and all(is_plain(norm, RMSNorm) for norm in norms)
+        fuses = not self._is_eager() and all(is_plain(norm, RMSNorm) for norm in norms)
         if fuses and can_fuse_attention(projected, weights, KeyValuePool(*pool)):
             epsilons = (norm.constants.eps for norm in norms)
             heads = RotaryHeads(self.heads, self.kv_heads, self.width, self.rotary_base, *epsilons)
@@ -277,6 +278,10 @@ class Attention(Mixer):
         """Apply the output projection."""
         return self.out_proj(readout)
 
+    def _is_eager(self) -> bool:
+        """Return whether this call stores scores. Fused attention lacks second and forward-mode derivatives."""
+        return self.implementation == "eager" or in_transform()
+
     def _heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return self._split(self.in_proj(x))
 
@@ -291,7 +296,7 @@ class Attention(Mixer):
         q, k, v = (x.transpose(1, 2) for x in (q, k.to(q.dtype), v.to(q.dtype)))
         mask = None if visible is None else visible[:, None]
         grouped = self.heads != self.kv_heads
-        if self.implementation == "eager":
+        if self._is_eager():
             return _attend_eagerly(q, k, v, mask).transpose(1, 2)
         output = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
         return output.transpose(1, 2)

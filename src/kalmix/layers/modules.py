@@ -145,6 +145,11 @@ def _input_dtype(linear: nn.Module, default: torch.dtype) -> torch.dtype:
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
+def has_global_hooks() -> bool:
+    """Return whether PyTorch runs hooks in calls of all modules, such as `register_module_forward_hook` adds."""
+    return bool(nn.modules.module._has_any_global_hook())
+
+
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Return whether a call of `module` runs `kind.forward` and nothing else, such as hooks.
 
@@ -154,6 +159,7 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
         type(module) is kind
         and "forward" not in vars(module)  # accelerate's hooks replace it
         and all(len(getattr(module, name)) == 0 for name in HOOKS)
+        and not has_global_hooks()
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from kalmix.errors import ArgumentError
+from kalmix.layers.modules import has_global_hooks
 from kalmix.models.cache_name import given_cache, with_cache
 from kalmix.models.static_cache import StaticBeliefLayer
 from kalmix.validation import can_check_values
@@ -232,9 +233,11 @@ def refusal(model: Any) -> str | None:
 def has_hooks(model: Any) -> bool:
     """Return whether submodules of a model have forward hooks, which replays of a graph do not run.
 
-    Hooks of the model itself run, since the model is called.
+    Global hooks of modules count: they are hooks of every submodule. Hooks of the model itself run, since it is called.
     Those of `enable_input_require_grads` do not count: they do nothing without gradients.
     """
+    if has_global_hooks():
+        return True
     ignored = {handle.id for handle in getattr(model, "_require_grads_hooks", ())}
     modules = (module for module in model.modules() if module is not model)
     return any({*module._forward_pre_hooks, *module._forward_hooks} - ignored for module in modules)

@@ -14,6 +14,7 @@ from kalmix.validation import can_check_values, in_transform
 
 MIN_SEQUENCES = 64  # packed sequences that any call may have
 TOKENS_PER_SEQUENCE = 64  # longer calls may have one more per so many tokens; see `find_layout`
+PRECEDENCE = ("cu_seq_lens_q", "seq_idx", "attention_mask", "position_ids")  # the first that is given is used
 HIDDEN = -1e4  # an entry of a 4-D mask at or below this hides a key
 
 
@@ -41,6 +42,34 @@ class InputLayout(NamedTuple):
             return x
         flat = x.flatten(0, 1)
         return torch.empty_like(flat).index_copy(0, self._flat_order(x), flat).view(x.shape)
+
+    def tokens(self, batch: int, length: int) -> Tensor | None:
+        """Return which columns `[B, T]` hold tokens of sequences; `None` if all do."""
+        if self.segments is None:
+            return None
+        return self.restore(self.segments.segment_ids(batch, length) >= 0)
+
+    def check_single(self, name: str, batch: int, expected: str) -> None:
+        """Check that no row has several sequences. Where values are not read, the device checks it.
+
+        Args:
+            name: argument that describes the sequences.
+            batch: number of rows.
+            expected: what is accepted instead.
+
+        Raises:
+            ArgumentError: a row has several sequences.
+            RuntimeError: the device found that a row has several sequences.
+        """
+        if self.segments is None or in_transform():
+            return
+        row, start, stop = self.segments.rows.long().unbind(1)
+        count = torch.zeros(batch, dtype=torch.int64, device=row.device).index_add(0, row, (stop > start).long())
+        single, problem = (count <= 1).all(), "describes several sequences in a row"
+        if not _may_read(single):
+            torch._assert_async(single, f"`{name}` {problem}; expected {expected}")
+        elif not single:
+            raise ArgumentError(name, problem=problem, expected=expected)
 
     def truncate(self, columns: int) -> InputLayout:
         """Return the layout of the first `columns` columns of the input."""
