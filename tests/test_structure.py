@@ -22,7 +22,7 @@ FLAT = {"triton", "custom_op", "cli"}  # folders and files of Triton kernels, cu
 # What users call may have many options: ops, constructors, and the `forward` that transformers prescribes.
 OPS = [x for package in (kalmix, ops, experimental) for x in vars(package).values() if isfunction(x)]
 PUBLIC = {(x.__module__, x.__name__) for x in OPS} | {
-    (f"kalmix.models.{x}", "forward") for x in ("backbone", "huggingface")
+    (f"kalmix.models.{x}", "forward") for x in ("backbone", "classification", "huggingface")
 }
 
 

@@ -35,7 +35,7 @@ ON_TEST = (
 
 
 class Sizes(TypedDict, total=False):
-    """What distinguishes rows of one task and layer.
+    """Text and sizes that tell rows of one task and layer apart.
 
     Attributes:
         condition: text that the finding's condition contains.
