@@ -29,9 +29,8 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.report import latest_rows
 
 Place = Mapping[str, Any]
-ON_TEST = (
-    ", chosen on test"  # ends the names of scores of the epoch that test rows choose, if there are validation rows
-)
+# Ends the names of scores of the epoch that test rows choose, if there are validation rows.
+ON_TEST = ", chosen on test"
 
 
 class Sizes(TypedDict, total=False):
