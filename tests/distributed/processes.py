@@ -42,11 +42,12 @@ def run_ranks(function: Callable[..., None], world: int, folder: Path, *argument
 
 
 def start_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
-    multiprocessing.start_processes(_run, (function, world, str(folder), *arguments), world, start_method="forkserver")
+    given = LIMIT, function, world, str(folder), *arguments
+    multiprocessing.start_processes(_run, given, world, start_method="forkserver")
 
 
-def _run(rank: int, function: Callable[..., None], *arguments: Any) -> None:
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+def _run(rank: int, limit: float, function: Callable[..., None], *arguments: Any) -> None:
+    faulthandler.dump_traceback_later(limit, exit=True)
     function(rank, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

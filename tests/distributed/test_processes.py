@@ -2,11 +2,13 @@
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 from torch import multiprocessing
 
+from distributed import processes
 from distributed.processes import run_ranks
 
 pytestmark = pytest.mark.slow  # each test takes 3 to 7 seconds
@@ -25,6 +27,10 @@ def crash(rank: int, world: int, folder: str, times: int) -> None:
 
 def fail(rank: int, world: int, folder: str) -> None:
     raise ValueError("wrong")
+
+
+def wait(rank: int, world: int, folder: str) -> None:
+    time.sleep(100)
 
 
 @pytest.fixture
@@ -53,3 +59,11 @@ def test_an_exception_fails_at_once(folder: Path, recwarn: pytest.WarningsRecord
     with pytest.raises(multiprocessing.ProcessRaisedException, match="wrong"):
         run_ranks(fail, 1, folder)
     assert not recwarn.list
+
+
+def test_a_rank_that_waits_for_ever_ends(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(processes, "LIMIT", 1)
+    begin = time.monotonic()
+    with pytest.raises(multiprocessing.ProcessExitedException, match="exit code 1"):
+        run_ranks(wait, 1, folder)
+    assert time.monotonic() - begin < 60

@@ -19,7 +19,7 @@ with optional_imports():
 
 from kalmix.errors import ArgumentError
 from kalmix.models.backbone import KalmixPreTrainedModel
-from kalmix.models.cache_name import accept_both_names, cache_of, given_cache, with_cache
+from kalmix.models.cache_name import accept_both_names, cache_of, with_cache
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.segments_from_inputs import PRECEDENCE
 
@@ -90,9 +90,10 @@ class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPr
             input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            cache=given_cache({"cache": cache, "past_key_values": past_key_values}),
+            cache=cache,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            past_key_values=past_key_values,
             return_dict=True,
             **{**kwargs, "output_layout": True},
         )
@@ -100,7 +101,7 @@ class KalmixForSequenceClassification(GenericForSequenceClassification, KalmixPr
         batch, length = hidden.shape[:2]
         given: dict[str, Any] = {**kwargs, "attention_mask": attention_mask, "position_ids": position_ids}
         name = next((name for name in PRECEDENCE if given.get(name) is not None), "")
-        if name != "attention_mask" or given[name].ndim == 4:
+        if name != "attention_mask" or given[name].ndim == 4:  # a 2-D mask describes one sequence per row
             layout.check_single(name, batch, "one sequence per row, since each row gets one class")
         pad = self.config.pad_token_id
         if pad is None and batch != 1:

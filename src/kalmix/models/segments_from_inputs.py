@@ -14,7 +14,7 @@ from kalmix.validation import can_check_values, in_transform
 
 MIN_SEQUENCES = 64  # packed sequences that any call may have
 TOKENS_PER_SEQUENCE = 64  # longer calls may have one more per so many tokens; see `find_layout`
-PRECEDENCE = ("cu_seq_lens_q", "seq_idx", "attention_mask", "position_ids")  # the first that is given is used
+PRECEDENCE = ("cu_seq_lens_q", "seq_idx", "attention_mask", "position_ids")  # `find_layout` uses the first given
 HIDDEN = -1e4  # an entry of a 4-D mask at or below this hides a key
 
 

@@ -104,7 +104,7 @@ class CommittedResults:
         Args:
             files: file of rows, or several; the first with such rows counts.
             task, layer, score: names.
-            sizes: what distinguishes its rows from others.
+            sizes: see `Sizes`.
 
         Raises:
             ArgumentError: findings under several conditions fit.

@@ -13,7 +13,7 @@ from kalmix_bench.papers.quantities import CommittedResults, Measured, Sizes
 from kalmix_bench.papers.word_problems import accuracies, count_blocks
 from kalmix_bench.runner.published_names import published_name
 
-EQUAL_SHARES = 0.0005  # largest difference of fractions that match; 0.05 percent points
+EQUAL_SHARES = 0.0005  # largest difference of fractions that match: half of the last digit of 99.9%
 REPRODUCED, CONFIRMED, DIFFERS = "reproduced", "order confirmed", "differs"
 PICTURE, NOT_RUN, NO_EXPERIMENT = "picture drawn", "not run", "not an experiment"
 MEANINGS = {
