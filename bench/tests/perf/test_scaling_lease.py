@@ -13,32 +13,33 @@ from kalmix.layers import MIXERS
 ROOT = Path(__file__).parents[3]
 BASH = shutil.which("bash")
 PYTHON = '#!/bin/sh\necho "called $* on $CUDA_VISIBLE_DEVICES"\n'  # stands in for Python
+STAGES = 16  # 5 on one GPU, 5 timings and 6 comparisons on all
 
 
-def run(tmp_path: Path, gpus: int) -> "subprocess.CompletedProcess[str]":
+def run(tmp_path: Path, gpus: int, python: str = PYTHON) -> "subprocess.CompletedProcess[str]":
     listed = "".join(f"GPU {i}\\n" for i in range(gpus))
-    for name, text in (("python", PYTHON), ("nvidia-smi", f"#!/bin/sh\nprintf '{listed}'\n")):
+    for name, text in (("python", python), ("nvidia-smi", f"#!/bin/sh\nprintf '{listed}'\n")):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "CUDA_VISIBLE_DEVICES": "all"}
-    given = ["--commit", "abc", "--out", str(tmp_path / "out"), "--python", str(tmp_path / "python"), "--wheels", "-"]
-    given += ["--site", str(tmp_path / "fla.txz")]
+    given = ["--commit", "abc", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), "--wheels", "-"]
+    given += ["--python", str(tmp_path / "python"), "--site", str(tmp_path / "fla.txz")]
     command = [str(BASH), "bench/scaling_lease.sh", *given]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=100)
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
 def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, rows = tmp_path / "out", tmp_path / "work" / "run" / "check" / "kla"
     (tmp_path / "fla").touch()
     subprocess.run(["tar", "-cJf", str(tmp_path / "fla.txz"), "-C", str(tmp_path), "fla"], check=True)
-    (out / "check" / "kla").mkdir(parents=True)
-    (out / "check" / "kla" / "results.jsonl").write_text('{"layer": "kla"}\n')
+    rows.mkdir(parents=True)
+    (rows / "results.jsonl").write_text('{"layer": "kla"}\n')
     result = run(tmp_path, gpus=3)
     assert result.returncode == 0 and "] end" in result.stdout
-    assert result.stdout.count(": exit status 0, ") == 16  # 5 side by side, 5 timings, 6 comparisons
+    assert result.stdout.count(": exit status 0, ") == STAGES
     logs = {path.stem: path.read_text() for path in out.glob("*.log")}
-    assert logs["tests"].endswith("on 0\n") and "tests/ops/test_updates.py" in logs["tests"]
+    assert logs["tests"].endswith("on 1\n") and "tests/ops/test_updates.py" in logs["tests"]
     generated = sorted((line[-1], "fla gated-deltanet" in line) for line in logs["decode"].splitlines())
     assert generated == [("0", True), ("1", False)]
     assert logs["spans"].endswith("on 1\n") and "kalmix_bench.perf.spans" in logs["spans"]
@@ -49,6 +50,19 @@ def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
     own = [name for name, layer in MIXERS.items() if layer.__module__.startswith("kalmix.")]  # other tests add some
     assert sorted(compared.split(",")) == sorted([*own, "hybrid"])
     assert json.loads((out / "check.jsonl").read_text()) == {"commit": "abc", "layer": "kla"}
+
+
+@pytest.mark.skipif(BASH is None, reason="needs bash")
+def test_second_call_repeats_only_failures(tmp_path: Path) -> None:
+    (tmp_path / "fla").touch()
+    subprocess.run(["tar", "-cJf", str(tmp_path / "fla.txz"), "-C", str(tmp_path), "fla"], check=True)
+    failing = PYTHON + 'case "$*" in *perf.spans*) exit 1;; esac\n'
+    first = run(tmp_path, gpus=2, python=failing)
+    assert first.stdout.count(": exit status 0, ") == STAGES - 1 and "spans: exit status 1, " in first.stdout
+    shutil.rmtree(tmp_path / "out")  # a lent machine empties it
+    second = run(tmp_path, gpus=2)
+    assert second.stdout.count(": exit status ") == 1 and "spans: exit status 0, " in second.stdout
+    assert "kalmix_bench.perf.scaling.speed" in (tmp_path / "out" / "speed.log").read_text()  # of the first call
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
