@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 from distributed.processes import leave_group
 from kalmix import ArgumentError, Segments, checks
 from kalmix.distributed import ContextParallel
-from kalmix.distributed.context import ATTENTION
+from kalmix.distributed.context import ATTENTION, Call
 from kalmix.distributed.layout import LAYOUTS
 from kalmix.layers import KLA, AdaptiveFilterAttention, Attention, RecurrentFilterAttention
+from kalmix.ops import OPS
 
 WIDTH = {"attention-grouped": 16}
 MODES: dict[str, dict[str, Any]] = {"gather": {}, "ring": {"attention": "ring"}, "two-phase": {"two_phase": True}}
@@ -41,6 +45,9 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     compare_layers(world, rings, torch.float64, 1e-9, (("head-tail", None), ("contiguous", PACKED)), "ring")
     memories = [name for name in names if name not in RINGS]
     compare_layers(world, memories, torch.float64, 1e-9, (("head-tail", PACKED),), "two-phase")
+    with in_spans(4):
+        compare_layers(world, memories, torch.float64, 1e-9, (("contiguous", None), ("head-tail", None)), "two-phase")
+        train_without_host_reads("bayesian", world)
     compare_layers(world, ["attention"], torch.float64, 1e-9, (("contiguous", [(0, 0, 5), (1, 1, 4)]),))
     for name in names:
         if name != "afa":  # the `chunked` kernel of `attend` asks which slots it must read
@@ -65,6 +72,16 @@ def check_layers(
     start(rank, world, folder)
     compare_layers(world, names, dtype, tolerance, [(x, rows) for x in LAYOUTS for rows in (None, PACKED)], mode)
     leave_group()
+
+
+@contextmanager
+def in_spans(count: int) -> Iterator[None]:
+    """Let ranks cut their tokens into spans in two phases, with all ops."""
+    changed = {name: replace(op, count_spans=lambda v, ranks: count) for name, op in OPS.items() if op.update}
+    cut, calls = Call.cut, []
+    with patch.dict(OPS, changed), patch.object(Call, "cut", lambda *given: calls.append(given) or cut(*given)):
+        yield
+    assert calls
 
 
 def start(rank: int, world: int, folder: str, **options: Any) -> None:

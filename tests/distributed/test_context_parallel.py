@@ -105,14 +105,14 @@ def test_compiled_layers_take_part(mode):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_runs_of_all_ranks_are_the_documents(world, layout):
+@pytest.mark.parametrize(("world", "spans"), [(1, 1), (2, 1), (3, 1), (2, 3)])
+def test_runs_of_all_ranks_are_the_documents(world, spans, layout):
     documents, tokens = [*ranks.PACKED, (1, 12, 12)], 24
     covered = torch.full((2, tokens), -1)
     expected = Segments.of(torch.tensor(documents, dtype=torch.int32)).segment_ids(2, tokens)
     token = torch.arange(tokens)
     for rank in range(world):
-        placement = Placement(rank, world, layout)
+        placement = Placement(rank, world, layout, spans)
         own = shard_tokens(token, placement, 0)
         runs = find_runs(placement, 2, len(own), documents)
         assert len(runs.tails) == 2 * placement.spans
@@ -128,9 +128,10 @@ def test_runs_of_all_ranks_are_the_documents(world, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_spans_of_all_ranks_are_ordered_by_time(layout):
+@pytest.mark.parametrize("spans", [1, 4])
+def test_spans_of_all_ranks_are_ordered_by_time(spans, layout):
     x = torch.arange(24).view(1, 24, 1)
-    placements = [Placement(rank, 3, layout) for rank in range(3)]
+    placements = [Placement(rank, 3, layout, spans) for rank in range(3)]
     held = torch.stack([torch.stack(shard_tokens(x, p, 1).chunk(p.spans, 1)) for p in placements])
     assert torch.equal(torch.cat(order_spans(held, placements[0]), 1), x)
 

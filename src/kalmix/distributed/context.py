@@ -112,7 +112,7 @@ class ContextParallel:
         self.two_phase: bool = two_phase
         opted = two_phase or attention == "ring"
         self.uncompiled: Callable[..., Any] = torch.compiler.disable(_call) if opted else _call  # imports the compiler
-        self._calls: dict[tuple[int, int, torch.device], Call] = {}
+        self._calls: dict[tuple[int, int, torch.device, int], Call] = {}
 
     def __enter__(self) -> Self:
         """Make this the active context."""
@@ -156,9 +156,9 @@ class ContextParallel:
         for i in missing:
             learned[i].grad = grads[i] if present[i] else None
 
-    def call(self, batch: int, length: int, device: torch.device) -> Call:
-        """Return the exchange of a call with B rows of `length` tokens on this rank."""
-        key = (batch, length, device)
+    def call(self, batch: int, length: int, device: torch.device, spans: int = 1) -> Call:
+        """Return the exchange of a call with B rows of `length` tokens on this rank, in so many spans per part."""
+        key = (batch, length, device, spans)
         if key not in self._calls:
             self._calls[key] = Call(self, *key)
         return self._calls[key]
@@ -169,7 +169,8 @@ class Call:
 
     Attributes:
         context: the context.
-        segments: runs of this rank as segments; `None` if each batch row is one run.
+        placement: spans of this rank.
+        segments: runs of this rank as segments; `None` if each batch row, or each span as a row, is one run.
         tails: runs that may continue in the next span, one for each span and row, as segments; `None` likewise.
         past: int64 `[N]`, number of tokens of the document before each run.
         document: int64 `[N]`, first token of the document of each run, counted in the whole sequence.
@@ -186,13 +187,16 @@ class Call:
         participants: number of ops that have exchanged something for the layer that is running.
     """
 
-    def __init__(self, context: ContextParallel, batch: int, length: int, device: torch.device) -> None:
-        placement = context.placement
+    def __init__(
+        self, context: ContextParallel, batch: int, length: int, device: torch.device, spans: int = 1
+    ) -> None:
+        placement = context.placement._replace(spans_per_part=spans)
         _check_documents(context.documents, batch, length * placement.world)
         runs: Runs = find_runs(placement, batch, length, context.documents)
-        whole = placement.spans == 1 and context.documents is None
+        whole = context.documents is None and (placement.spans == 1 or spans > 1)
         size = placement.span_length(length)
         self.context: ContextParallel = context
+        self.placement: Placement = placement
         self.batch: int = batch
         self.length: int = length
         self.runs: Runs = runs
@@ -225,6 +229,18 @@ class Call:
             self._rings[window] = Ring.of(context.group, context.placement, *sizes)
         return self._rings[window]
 
+    def in_spans(self, count: int) -> Call:
+        """Return the exchange with `count` spans per part, each of which is a batch row; see `cut`."""
+        return self.context.call(self.batch, self.length, self.past.device, count)
+
+    def cut(self, x: Tensor) -> Tensor:
+        """Return tokens `[B, T, ...]` of this rank with spans as batch rows, `[spans * B, T / spans, ...]`."""
+        return x.unflatten(1, (self.placement.spans, -1)).transpose(0, 1).flatten(0, 1)
+
+    def join(self, x: Tensor) -> Tensor:
+        """Return tokens `[B, T, ...]`, from `[spans * B, T / spans, ...]`."""
+        return x.unflatten(0, (self.placement.spans, -1)).transpose(0, 1).flatten(1, 2)
+
     @property
     def sequences(self) -> int:
         """Number of runs of this rank."""
@@ -232,7 +248,7 @@ class Call:
 
     def gather_spans(self, tensors: list[Tensor]) -> list[list[Tensor]]:
         """Return tensors `[spans per rank * B, ...]` of all ranks, as lists over all spans of `[B, ...]`."""
-        placement = self.context.placement
+        placement = self.placement
         if placement.spans == 1:
             return [list(x.unbind(0)) for x in gather(tensors, self.context.group)]
         split = [x.unflatten(0, (placement.spans, self.batch)) for x in tensors]
@@ -240,7 +256,7 @@ class Call:
 
     def entries(self, tensors: list[list[Tensor]]) -> list[Tensor]:
         """Return what the span before each run holds `[N, ...]`, from lists over all spans; zeros for new documents."""
-        held = self.context.placement.held
+        held = self.placement.held
         if self.all_start is False and self.same_runs and len(held) == 1:
             return [x[held[0] - 1] for x in tensors]
         before = [torch.cat([x[max(span - 1, 0)] for span in held])[self.entry] for x in tensors]

@@ -64,7 +64,7 @@ def entry_belief(call: Call, op: OpSpec, v: Tensor, signals: dict[str, Any]) -> 
         call, op, v, signals: see `gather_updates`.
     """
     gathered, prior_of = gather_updates(call, op, v, signals)
-    copies, kind = len(call.context.placement.held), type(gathered[0])  # one copy for each span of this rank
+    copies, kind = len(call.placement.held), type(gathered[0])  # one copy for each span of this rank
     first, *later = [kind(*(x.repeat(copies, *[1] * (x.ndim - 1)) for x in span)) for span in gathered]
     prior = prior_of(len(call.runs.tails))
     total = kind.identity(prior)
@@ -89,7 +89,7 @@ def entry_history(call: Call, k: Tensor, v: Tensor, times: Tensor | None) -> His
         times: `[B, T]`, or `None` for 0, 1, 2, ... in each document.
     """
     call.participants += 1
-    placement, runs = call.context.placement, call.runs.every
+    placement, runs = call.placement, call.runs.every
     size = placement.span_length(call.length)
     tensors = [k, v] if times is None else [k, v, times.detach()]
     by_span = [torch.cat(x.split(size, 1)) for x in tensors]  # [spans * B, L, ...]
@@ -117,7 +117,7 @@ def entry_inputs(x: Tensor, count: int) -> Tensor | None:
     call = active_call()
     if call is None or count == 0:
         return None
-    size = call.context.placement.span_length(call.length)
+    size = call.placement.span_length(call.length)
     if size < count:
         problem = f"has {size} tokens in each part of the sequence"
         raise ArgumentError("x", problem=problem, expected=f"at least {count}, the inputs of the short convolution")
@@ -165,7 +165,7 @@ def share_keys(k: Tensor, v: Tensor) -> SharedKeys | None:
     if call is None:
         return None
     call.participants += 1
-    size = call.context.placement.span_length(call.length)
+    size = call.placement.span_length(call.length)
     keys, values = (torch.cat(x, 1) for x in call.gather_spans([torch.cat(x.split(size, 1)) for x in (k, v)]))
     runs = call.runs.every
     visible = [(x.row, x.document, x.document + x.past + x.stop - x.start) for x in runs]

@@ -1,6 +1,7 @@
-"""Division of the tokens of sequences into spans, one or two per rank, and into runs of documents.
+"""Division of the tokens of sequences into spans and of spans into runs of documents.
 
-The sequences have `tokens` tokens. They are cut into spans of equal length, one or two per rank. A document is one
+Sequences are cut into spans of equal length. A rank holds one part of each sequence, or two parts in the layout
+"head-tail", and a part is one span or several. A document is one
 sequence of the batch: a batch row or, in packed batches, one of its segments. A run is the part of a document in a span
 of this rank.
 """
@@ -20,20 +21,23 @@ LAYOUTS = ("contiguous", "head-tail")
 
 
 class Placement(NamedTuple):
-    """Position of a rank among `world` ranks, and the layout of the spans: one of `LAYOUTS`."""
+    """Position of a rank among `world` ranks, the layout of parts: one of `LAYOUTS`, and the spans of a part."""
 
     rank: int
     world: int
     layout: str
+    spans_per_part: int = 1
 
     @property
     def spans(self) -> int:
         """Number of spans on a rank."""
-        return 1 if self.layout == "contiguous" else 2
+        return self.spans_per_part * (1 if self.layout == "contiguous" else 2)
 
     def holder(self, span: int) -> tuple[int, int]:
         """Return the rank that holds a span, and the index of the span on that rank."""
-        return (span, 0) if span < self.world else (2 * self.world - 1 - span, 1)
+        part, rest = divmod(span, self.spans_per_part)
+        rank, index = (part, 0) if part < self.world else (2 * self.world - 1 - part, 1)
+        return rank, index * self.spans_per_part + rest
 
     @property
     def held(self) -> list[int]:

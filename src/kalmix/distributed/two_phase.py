@@ -62,6 +62,9 @@ def filter_in_two_phases(
 ) -> Filtered:
     """Filter the tokens of this rank.
 
+    Without packing, an op that is slow on one long sequence (`OpSpec.count_spans`) filters several spans of the rank at
+    the same time, as if each were held by a rank of its own.
+
     Args:
         call: the call of the layer.
         op: the op, which has updates.
@@ -70,6 +73,37 @@ def filter_in_two_phases(
         tokens: q, k and v.
         arguments: keyword arguments of `function`, without the belief.
     """
+    spans = _count_spans(call, op, tokens[2])
+    if spans > 1:
+        call.participants += 1
+        call, last = call.in_spans(spans), -call.batch
+        shape = tokens[0].shape[:2]
+        arguments = {
+            name: call.cut(x) if isinstance(x, Tensor) and x.shape[:2] == shape else x for name, x in arguments.items()
+        }
+        q, k, v = map(call.cut, tokens)
+        mean, variance, final = _filter(call, op, function, lower, (q, k, v), arguments)
+        mean, variance = (None if x is None else call.join(x) for x in (mean, variance))
+        return Filtered(mean, variance, op.belief(*(x[last:] for x in final)))
+    return _filter(call, op, function, lower, tokens, arguments)
+
+
+def _count_spans(call: Call, op: OpSpec, v: Tensor) -> int:
+    """Return the number of spans into which the rank cuts its tokens."""
+    if op.count_spans is None or call.context.documents is not None:
+        return 1
+    spans = op.count_spans(v, call.placement.world)
+    return spans if call.length % (call.placement.spans * spans) == 0 else 1
+
+
+def _filter(
+    call: Call,
+    op: OpSpec,
+    function: Callable[..., Filtered],
+    lower: Lower,
+    tokens: tuple[Tensor, Tensor, Tensor],
+    arguments: dict[str, Any],
+) -> Filtered:
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
     memory = MemoryCall(call, op, function, lower, options, tuple(tensors))
@@ -109,7 +143,7 @@ class _TwoPhases(torch.autograd.Function):
         with torch.no_grad():
             signals = {"k": k, **memory.lower(k, v, arguments)}
             updates, prior_of = gather_updates(call, op, v, signals, as_filtered=True)
-            held, prior = call.context.placement.held, prior_of(call.sequences)
+            held, prior = call.placement.held, prior_of(call.sequences)
             later = any(needs_grad) and not updates[0].is_affine
             entries = [prior_of(call.batch)]
             for update in updates[: -1 if later else held[-1]]:
@@ -137,7 +171,7 @@ class _TwoPhases(torch.autograd.Function):
             local = compute_gradients(outputs, grads, entry, retain=True)
         own_grads = [torch.zeros_like(x) if g is None else g for x, g in zip(entry, local, strict=True)]
         gathered = call.gather_spans(own_grads)
-        held, belief = call.context.placement.held, outputs[2:]
+        held, belief = call.placement.held, outputs[2:]
         later = entry_gradients(list(zip(*gathered, strict=True)), updates, entries, held[0] + 1)
         later.append([torch.zeros_like(spans[-1]) for spans in gathered])  # nothing follows the last span
         exits = [later[span - held[0]] for span in held]

@@ -124,9 +124,10 @@ def test_parts_of_a_history_are_joined(parts, monkeypatch):
 def test_large_batches_and_short_histories_have_fewer_parts(monkeypatch):
     from kalmix.layers.fused.triton.attention_step import count_parts
 
-    constants(monkeypatch, PARTS=32, LEAST=64, PROGRAMS=1024)
-    found = [count_parts(*sizes) for sizes in [(1, 16, 10), (1, 16, 512), (1, 16, 9000), (8, 16, 9000), (99, 16, 9000)]]
-    assert found == [1, 8, 32, 8, 1]
+    constants(monkeypatch, PARTS=32, LEAST=64, PROGRAMS=1024, WARPS=2048)
+    sizes = [(1, 16, 10), (1, 16, 512), (1, 16, 9000), (8, 16, 9000), (99, 16, 9000)]
+    assert [count_parts(*size, warps=1) for size in sizes] == [1, 8, 32, 8, 1]
+    assert [count_parts(8, 16, 9000, warps) for warps in (2, 4, 8)] == [8, 4, 2]
 
 
 @pytest.mark.parametrize("probes", [None, 8])

@@ -51,8 +51,8 @@ class Tiles(NamedTuple):
 NOW = Tiles(attention_step.TILE, attention_step.ELEMENTS_PER_WARP, attention_step.PARTS, attention_step.LEAST)
 TILES = [
     NOW,
-    Tiles(1024, 1024, 128, 16),
     Tiles(1024, 1024, 64, 16),
+    Tiles(4096, 1024, 64, 64),
     Tiles(2048, 1024, 128, 32),
     Tiles(1024, 512, 128, 16),
 ]

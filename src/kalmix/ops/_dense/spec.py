@@ -5,6 +5,7 @@ import torch
 from kalmix.beliefs import DenseBelief
 from kalmix.designs.kinds import DENSE, MEMORY, Algebra
 from kalmix.ops._dense.api import LEAST_NOISE, default_prior, dense
+from kalmix.ops._dense.block_sizes import count_spans
 from kalmix.ops._dense.kernels import KERNELS
 from kalmix.ops._dense.lowering import lower
 from kalmix.ops._dense.oracle import RECURSION
@@ -30,4 +31,5 @@ SPEC = OpSpec(
     least_noise=LEAST_NOISE[torch.float32],
     update=update,
     prior=default_prior,
+    count_spans=count_spans,
 )

@@ -36,6 +36,8 @@ class OpSpec:
         update_as_filtered: like `update`, but rounded as `function` rounds; `None` if `update` serves.
         prior: function `(v, sizes)` that returns the default prior in the dtype of beliefs for values `v`, given the
             sizes N, G, K and V by letter; `None` likewise.
+        count_spans: function `(v, ranks)` that returns the number of spans into which a rank of a context-parallel
+            group should cut its tokens, to filter them at the same time; `None` for 1.
         name: name of the op, such as "dense"; a property.
         has_variance: whether `function` has the argument `variance`; a property.
         folder: import path of the op's package; a property.
@@ -57,6 +59,7 @@ class OpSpec:
     update: Callable[..., Any] | None = None
     update_as_filtered: Callable[..., Any] | None = None
     prior: Callable[..., Any] | None = None
+    count_spans: Callable[..., int] | None = None
 
     @property
     def name(self) -> str:

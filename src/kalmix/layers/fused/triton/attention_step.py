@@ -23,10 +23,11 @@ from kalmix.ops._shared.triton.compile_and_launch import Launch
 if TYPE_CHECKING:
     from kalmix.layers.fused.attention_step import RotaryHeads
 
-PROGRAMS = 2048  # programs of the first kernel: a batch with fewer rows and key heads divides histories into parts
-PARTS = 64  # parts of a history at most
-LEAST = 64  # tokens of a part at least, if the history is full
-TILE = 4096  # elements of a tile of keys or values of the first kernel, for all query heads that share them
+# A batch with fewer rows and key heads than PROGRAMS divides histories into parts, unless more than WARPS would run.
+PROGRAMS, WARPS = 2048, 4096
+PARTS = 128  # parts of a history at most
+LEAST = 16  # tokens of a part at least, if the history is full
+TILE = 1024  # elements of a tile of keys or values of the first kernel, for all query heads that share them
 ELEMENTS_PER_WARP = 1024  # elements of a tile for each warp
 SUMS = tl.constexpr(2)  # numbers of a part's result before its sums of values
 
@@ -196,9 +197,16 @@ def add_parts(
     tl.store(positions + target * positions_slot + newest, position, mask=active & (target >= 0) & (head == 0))
 
 
-def count_parts(batch: int, kv_heads: int, size: int) -> int:
-    """Return the number of parts of the histories of a batch, whose slots have room for `size` tokens."""
-    return max(1, min(PARTS, size // LEAST, PROGRAMS // (batch * kv_heads)))
+def count_parts(batch: int, kv_heads: int, size: int, warps: int) -> int:
+    """Return the number of parts of the histories of a batch.
+
+    Args:
+        batch: rows.
+        kv_heads: key heads.
+        size: tokens for which a slot has room.
+        warps: warps of a program.
+    """
+    return max(1, min(PARTS, size // LEAST, min(PROGRAMS, WARPS // warps) // (batch * kv_heads)))
 
 
 def step(x: Tensor, norms: list[Tensor], pool: list[Tensor], slots: list[Tensor], heads: RotaryHeads) -> Tensor:
@@ -207,7 +215,8 @@ def step(x: Tensor, norms: list[Tensor], pool: list[Tensor], slots: list[Tensor]
     size, repeat = pool[2].shape[1], heads.heads // groups
     padded, rows = max(16, triton.next_power_of_2(width)), triton.next_power_of_2(repeat)
     block = max(LEAST_ROWS, TILE // (rows * padded))
-    parts = count_parts(batch, groups, size)
+    warps = min(8, max(1, rows * block * padded // ELEMENTS_PER_WARP))
+    parts = count_parts(batch, groups, size, warps)
     output = torch.empty(batch, 1, heads.heads * width, dtype=x.dtype, device=x.device)
     place = torch.empty(batch, dtype=torch.int64, device=x.device)
     results = torch.empty(batch, groups, parts, repeat, SUMS.value + width, dtype=torch.float32, device=x.device)
@@ -217,7 +226,6 @@ def step(x: Tensor, norms: list[Tensor], pool: list[Tensor], slots: list[Tensor]
         "SCALE": log2(e) * width**-0.5, "WIDTH": padded,  # scores are logarithms to base 2
     }  # fmt: skip
     probes = min(1024, max(32, triton.next_power_of_2(isqrt(size))))
-    warps = min(8, max(1, rows * block * padded // ELEMENTS_PER_WARP))
     Launch(attend_part, (batch, groups, parts), (
         x, norms[0], *pool, *slots, place, results, *strides, size, heads.query_eps,
     ), {**options, "REPEAT": rows, "BLOCK": block, "PROBES": probes, "num_warps": warps}).run()  # fmt: skip
