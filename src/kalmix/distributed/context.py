@@ -190,7 +190,7 @@ class Call:
     def __init__(
         self, context: ContextParallel, batch: int, length: int, device: torch.device, spans: int = 1
     ) -> None:
-        placement = context.placement._replace(spans_per_part=spans)
+        placement = Placement(*context.placement[:3], spans_per_part=spans)
         _check_documents(context.documents, batch, length * placement.world)
         runs: Runs = find_runs(placement, batch, length, context.documents)
         whole = context.documents is None and (placement.spans == 1 or spans > 1)

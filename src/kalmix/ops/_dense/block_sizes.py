@@ -12,9 +12,10 @@ MAX_PROGRAM_WIDTH = 128  # largest number of rows of a covariance that one progr
 PROGRAM_NUMBERS = 16384  # numbers of a wider covariance that one program holds in registers: a block of rows
 PREFETCH = 16  # tokens whose signals are prefetched together
 
-# Spans into which a rank of a context-parallel group cuts its tokens. A token takes about 0.25 us in each of two forward
-# and two backward passes, all spans at the same time; each span of a rank adds about 0.7 ms for every rank, in which
-# beliefs and gradients pass one span after the other (`bench/results/2026-11-29-nvidia-h200-spans.jsonl`).
+# Spans into which a rank of a context-parallel group cuts its tokens, to filter them at the same time. The sequential
+# kernels take about 0.25 us a token, in two forward and two backward passes. Each span of a rank adds about 0.7 ms for
+# every rank, since beliefs and gradients pass one span after the other
+# (`bench/results/2026-11-29-nvidia-h200-spans.jsonl`).
 MAX_SPANS = 4
 MAX_SPAN_PROGRAMS = 64  # sequential programs, far fewer than a GPU runs at the same time
 SPAN_TOKENS = 2048  # tokens of a span, for each rank
