@@ -156,8 +156,8 @@ class ContextParallel:
         for i in missing:
             learned[i].grad = grads[i] if present[i] else None
 
-    def call(self, batch: int, length: int, device: torch.device, spans: int = 1) -> Call:
-        """Return the exchange of a call with B rows of `length` tokens on this rank, in so many spans per part."""
+    def call(self, batch: int, length: int, device: torch.device, spans: int = 0) -> Call:
+        """Return the exchange of a call with B rows of `length` tokens on this rank; for `spans`, see `Call.in_rows`."""
         key = (batch, length, device, spans)
         if key not in self._calls:
             self._calls[key] = Call(self, *key)
@@ -187,13 +187,11 @@ class Call:
         participants: number of ops that have exchanged something for the layer that is running.
     """
 
-    def __init__(
-        self, context: ContextParallel, batch: int, length: int, device: torch.device, spans: int = 1
-    ) -> None:
-        placement = Placement(*context.placement[:3], spans_per_part=spans)
+    def __init__(self, context: ContextParallel, batch: int, length: int, device: torch.device, spans: int = 0) -> None:
+        placement = Placement(*context.placement[:3], spans_per_part=max(spans, 1))
         _check_documents(context.documents, batch, length * placement.world)
         runs: Runs = find_runs(placement, batch, length, context.documents)
-        whole = context.documents is None and (placement.spans == 1 or spans > 1)
+        whole = context.documents is None and (placement.spans == 1 or spans > 0)
         size = placement.span_length(length)
         self.context: ContextParallel = context
         self.placement: Placement = placement
@@ -229,9 +227,9 @@ class Call:
             self._rings[window] = Ring.of(context.group, context.placement, *sizes)
         return self._rings[window]
 
-    def in_spans(self, count: int) -> Call:
-        """Return the exchange with `count` spans per part, each of which is a batch row; see `cut`."""
-        return self.context.call(self.batch, self.length, self.past.device, count)
+    def in_rows(self, spans: int) -> Call:
+        """Return the exchange with so many spans per part, each of which is a batch row; see `cut`."""
+        return self.context.call(self.batch, self.length, self.past.device, spans)
 
     def cut(self, x: Tensor) -> Tensor:
         """Return tokens `[B, T, ...]` of this rank with spans as batch rows, `[spans * B, T / spans, ...]`."""
@@ -240,6 +238,10 @@ class Call:
     def join(self, x: Tensor) -> Tensor:
         """Return tokens `[B, T, ...]`, from `[spans * B, T / spans, ...]`."""
         return x.unflatten(0, (self.placement.spans, -1)).transpose(0, 1).flatten(1, 2)
+
+    def after_parts(self, x: Tensor) -> Tensor:
+        """Return the rows of the last span of each part, `[parts * B, ...]`, from `[spans * B, ...]`."""
+        return x.unflatten(0, (-1, self.placement.spans_per_part, self.batch))[:, -1].flatten(0, 1)
 
     @property
     def sequences(self) -> int:

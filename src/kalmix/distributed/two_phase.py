@@ -62,8 +62,8 @@ def filter_in_two_phases(
 ) -> Filtered:
     """Filter the tokens of this rank.
 
-    Without packing, an op that is slow on one long sequence (`OpSpec.count_spans`) filters several spans of the rank at
-    the same time, as if each were held by a rank of its own.
+    Without packing, the parts of the rank are batch rows. An op that is slow on one long sequence also cuts each part
+    into spans (`OpSpec.count_spans`) and filters them at the same time, as if each were held by a rank of its own.
 
     Args:
         call: the call of the layer.
@@ -73,27 +73,21 @@ def filter_in_two_phases(
         tokens: q, k and v.
         arguments: keyword arguments of `function`, without the belief.
     """
-    spans = _count_spans(call, op, tokens[2])
-    if spans > 1:
-        call.participants += 1
-        call, last = call.in_spans(spans), -call.batch
-        shape = tokens[0].shape[:2]
-        arguments = {
-            name: call.cut(x) if isinstance(x, Tensor) and x.shape[:2] == shape else x for name, x in arguments.items()
-        }
-        q, k, v = map(call.cut, tokens)
-        mean, variance, final = _filter(call, op, function, lower, (q, k, v), arguments)
-        mean, variance = (None if x is None else call.join(x) for x in (mean, variance))
-        return Filtered(mean, variance, op.belief(*(x[last:] for x in final)))
-    return _filter(call, op, function, lower, tokens, arguments)
-
-
-def _count_spans(call: Call, op: OpSpec, v: Tensor) -> int:
-    """Return the number of spans into which the rank cuts its tokens."""
-    if op.count_spans is None or call.context.documents is not None:
-        return 1
-    spans = op.count_spans(v, call.placement.world)
-    return spans if call.length % (call.placement.spans * spans) == 0 else 1
+    parts, spans = call.placement.spans, 1
+    if op.count_spans is not None:
+        spans = op.count_spans(tokens[2], call.placement.world)
+        spans = spans if call.length % (parts * spans) == 0 else 1
+    if call.context.documents is not None or parts * spans == 1:
+        return _filter(call, op, function, lower, tokens, arguments)
+    call.participants += 1
+    rows, shape = call.in_rows(spans), tokens[0].shape[:2]
+    arguments = {
+        name: rows.cut(x) if isinstance(x, Tensor) and x.shape[:2] == shape else x for name, x in arguments.items()
+    }
+    q, k, v = map(rows.cut, tokens)
+    mean, variance, final = _filter(rows, op, function, lower, (q, k, v), arguments | {"segments": None})
+    mean, variance = (None if x is None else rows.join(x) for x in (mean, variance))
+    return Filtered(mean, variance, op.belief(*map(rows.after_parts, final)))
 
 
 def _filter(
