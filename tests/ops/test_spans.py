@@ -1,12 +1,14 @@
-"""`filter_in_spans`: gradients, modes and transforms. Laws of all ops are in test_updates.py."""
+"""Spans of long sequences: gradients, modes and transforms of `filter_in_spans`, and how many a rank has. Laws of all ops are in test_updates.py."""
 
 from functools import partial
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
 import torch
 
 from kalmix import KernelError, PointBelief, ops, updates
+from kalmix.ops._dense.block_sizes import count_spans
 from kalmix.ops._shared.span_filter import SpanCall
 from kalmix.testing.tolerances import relative_error
 
@@ -77,3 +79,20 @@ def test_spans_compile_and_take_part_in_transforms(transform):
     else:
         found = torch.func.vmap(mean)(given["q"][None])[0]
     torch.testing.assert_close(found, op(**given).mean, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "expected"),
+    [
+        ((1, 32768, 8, 128), 2, 4),
+        ((1, 16384, 8, 128), 4, 2),  # passing beliefs from span to span costs as much as more spans save
+        ((1, 8192, 8, 128), 8, 1),
+        ((4, 32768, 8, 128), 2, 2),  # 64 sequential programs
+        ((8, 32768, 16, 128), 2, 1),
+        ((1, 32770, 8, 128), 2, 2),  # does not divide by 4
+    ],
+)
+def test_ranks_cut_long_sequences_with_few_heads(shape, ranks, expected):
+    values = SimpleNamespace(shape=shape, is_cuda=True)
+    assert count_spans(values, ranks) == expected
+    assert count_spans(torch.empty(shape, device="meta"), ranks) == 1

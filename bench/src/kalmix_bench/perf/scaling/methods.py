@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, distributed, nn
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from kalmix import Segments
 from kalmix.distributed import ContextParallel, gather_heads, shard_dynamics, shard_heads
 from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.ops import OPS
 from kalmix_bench.perf.scaling.group import make_mesh, summed
 
 WORDS, LENGTH = 61, 48  # vocabulary; tokens of a row per rank
@@ -186,6 +189,13 @@ def check_context(case: Case, layout: str, packed: bool = False, **options: Any)
     return errors_of(model, summed(loss), expected)
 
 
+def check_spans(case: Case) -> Errors:
+    """Compare context parallelism in two phases in which every op cuts the parts of a rank into two spans."""
+    cut = {name: replace(op, count_spans=lambda v, ranks: 2) for name, op in OPS.items() if op.update is not None}
+    with patch.dict(OPS, cut):
+        return check_context(case, "head-tail", two_phase=True)
+
+
 def check_both(case: Case) -> Errors:
     """Compare FSDP2 over all ranks with context parallelism over pairs of ranks."""
     world, (mesh, every) = distributed.get_world_size(), make_meshes_of_pairs(case.device)
@@ -217,6 +227,7 @@ CHECKS: dict[str, Callable[..., Errors]] = {
     "context, contiguous, two phases": partial(check_context, layout="contiguous", two_phase=True),
     "context, contiguous, packed": partial(check_context, layout="contiguous", packed=True),
     "context, head-tail": partial(check_context, layout="head-tail"),
+    "context, head-tail, two phases, spans": check_spans,
     "context, head-tail, packed": partial(check_context, layout="head-tail", packed=True),
     "context, head-tail, packed, ring": partial(check_context, layout="head-tail", packed=True, attention="ring"),
     "context, head-tail, packed, two phases": partial(check_context, layout="head-tail", packed=True, two_phase=True),
