@@ -1,4 +1,7 @@
-"""Spans of long sequences: gradients, modes and transforms of `filter_in_spans`, and how many a rank has. Laws of all ops are in test_updates.py."""
+"""Spans of long sequences: gradients, modes and transforms of `filter_in_spans`, and how many a rank has.
+
+Laws of all ops are in test_updates.py.
+"""
 
 from functools import partial
 from types import SimpleNamespace

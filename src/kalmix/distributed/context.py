@@ -157,7 +157,7 @@ class ContextParallel:
             learned[i].grad = grads[i] if present[i] else None
 
     def call(self, batch: int, length: int, device: torch.device, spans: int = 0) -> Call:
-        """Return the exchange of a call with B rows of `length` tokens on this rank; for `spans`, see `Call.in_rows`."""
+        """Return the exchange of a call with B rows of `length` tokens on this rank. For `spans`, see `in_rows`."""
         key = (batch, length, device, spans)
         if key not in self._calls:
             self._calls[key] = Call(self, *key)
