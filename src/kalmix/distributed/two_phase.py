@@ -86,8 +86,8 @@ def filter_in_two_phases(
     }
     q, k, v = map(rows.cut, tokens)
     mean, variance, final = _filter(rows, op, function, lower, (q, k, v), arguments | {"segments": None})
-    mean, variance = (None if x is None else rows.join(x) for x in (mean, variance))
-    return Filtered(mean, variance, op.belief(*map(rows.after_parts, final)))
+    variance = None if variance is None else rows.join(variance)
+    return Filtered(rows.join(mean), variance, op.belief(*map(rows.after_parts, final)))
 
 
 def _filter(
