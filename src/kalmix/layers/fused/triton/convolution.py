@@ -207,28 +207,30 @@ def are_in_sequence(sequence, sequences):
 
 
 @triton.jit
-def _compute_tokens(
-    values, sequences, previous, one, two, three, state, y, left, column, channel, inside, parameters, scale, eps,
-    C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
-    KIND: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
+def _compute_token(
+    value, one, two, three, parameters, scale, eps,
+    S: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute and store as many tokens as there are values, `left` at most; return the last three inputs."""
+    """Return the output at a token."""
     tap0, tap1, tap2, tap3, offset = parameters
+    out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
+    out, _ = activation_and_slope(out, KIND, PTX)
+    if P > 0:
+        inverse, _ = inverse_length(sum_head(out * out, P), eps, ON_LENGTH)
+        out = out * (scale * inverse)
+    return out
+
+
+@triton.jit
+def _compute_tokens(
+    values, one, two, three, y, left, column, inside, parameters, scale, eps,
+    S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr,
+    PTX: tl.constexpr,
+):  # fmt: skip
+    """Compute and store the outputs at tokens of one sequence, `left` at most; return the last three inputs."""
     for i in tl.static_range(len(values)):
         value = values[i].to(tl.float32)
-        if PACKED:
-            sequence = sequences[i]
-            value, one, two, three = start_sequence(
-                state, sequence, sequence != previous, value, one, two, three, channel, inside, C, S, STATE
-            )
-            previous = sequence
-        out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
-        out, _ = activation_and_slope(out, KIND, PTX)
-        if P > 0:
-            inverse, _ = inverse_length(sum_head(out * out, P), eps, ON_LENGTH)
-            out = out * (scale * inverse)
-        if PACKED:
-            out = tl.where(sequences[i] >= 0, out, 0.0)
+        out = _compute_token(value, one, two, three, parameters, scale, eps, S, P, ON_LENGTH, KIND, PTX)
         tl.store(y + (i * WIDTH + column), out.to(y.dtype.element_ty), mask=inside & (i < left))
         one, two, three = value, one, two
     return one, two, three
@@ -236,34 +238,41 @@ def _compute_tokens(
 
 @triton.jit
 def _slide(
-    x, state, rows, ids, y, row, first, end, length, stride, column, channel, inside, parameters, scale, eps,
+    x, state, ids, y, row, first, end, length, stride, column, channel, inside, window, parameters, scale, eps,
     C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
     UNROLL: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute a chunk of tokens; with P > 0, scale heads of P columns to unit length."""
-    one, two, three = load_window(x, state, rows, ids, row, first, length, stride, channel, inside, C, S, PACKED, STATE)
+    """Compute a chunk of tokens, given the three inputs before it; with P > 0, scale heads of P columns to unit length.
+
+    `UNROLL` tokens of one sequence are computed in an unrolled loop. Other tokens are computed one by one.
+    """
+    one, two, three = window
     previous = load_sequence(ids, first, length, PACKED)
     y += row.to(tl.int64) * length * WIDTH
     for start in range(first, end, UNROLL):
         values = load_tokens(x, start, length, stride, channel, inside, UNROLL)
-        sequences = load_sequences(ids, start, length, UNROLL, PACKED)
-        at = y + tl.cast(start, tl.int64) * WIDTH
+        at, left = y + tl.cast(start, tl.int64) * WIDTH, end - start
         if PACKED:
-            if are_in_sequence(previous, sequences):
+            if are_in_sequence(previous, load_sequences(ids, start, length, UNROLL, PACKED)):
                 one, two, three = _compute_tokens(
-                    values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                    parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, False, STATE, PTX,
+                    values, one, two, three, at, left, column, inside, parameters, scale, eps,
+                    S, WIDTH, P, ON_LENGTH, KIND, PTX,
                 )  # fmt: skip
-            else:
-                one, two, three = _compute_tokens(
-                    values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                    parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, True, STATE, PTX,
-                )  # fmt: skip
-            previous = sequences[UNROLL - 1]
+            else:  # unrolled, this loop would take most of the time of compilation; it loads tokens from the L1 cache
+                for i in range(UNROLL):
+                    sequence = load_sequence(ids, start + i, length, PACKED)
+                    value = load_token(x, start + i, length, stride, channel, inside).to(tl.float32)
+                    value, one, two, three = start_sequence(
+                        state, sequence, sequence != previous, value, one, two, three, channel, inside, C, S, STATE
+                    )
+                    out = _compute_token(value, one, two, three, parameters, scale, eps, S, P, ON_LENGTH, KIND, PTX)
+                    out = tl.where(sequence >= 0, out, 0.0).to(y.dtype.element_ty)
+                    tl.store(at + (i * WIDTH + column), out, mask=inside & (i < left))
+                    previous, one, two, three = sequence, value, one, two
         else:
             one, two, three = _compute_tokens(
-                values, sequences, previous, one, two, three, state, at, end - start, column, channel, inside,
-                parameters, scale, eps, C, S, WIDTH, P, ON_LENGTH, KIND, False, STATE, PTX,
+                values, one, two, three, at, left, column, inside, parameters, scale, eps,
+                S, WIDTH, P, ON_LENGTH, KIND, PTX,
             )  # fmt: skip
 
 
@@ -284,16 +293,17 @@ def forward_kernel(
     x += row.to(tl.int64) * batch_stride
     ids += row.to(tl.int64) * length
     parameters = load_parameters(weight, bias, channel, inside, S, BIAS)
+    window = load_window(x, state, rows, ids, row, first, length, stride, channel, inside, C, S, PACKED, STATE)
     if section < 2:
         scale = choose(section, query_length, 1.0, 1.0, KEYS)
         _slide(
-            x, state, rows, ids, choose(section, q, k, v, KEYS), row, first, end, length, stride, column, channel,
-            inside, parameters, scale, eps, C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
+            x, state, ids, choose(section, q, k, v, KEYS), row, first, end, length, stride, column, channel,
+            inside, window, parameters, scale, eps, C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
         )  # fmt: skip
     else:
         _slide(
-            x, state, rows, ids, v, row, first, end, length, stride, column, channel,
-            inside, parameters, 1.0, eps, C, S, C - 2 * KEYS, 0, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
+            x, state, ids, v, row, first, end, length, stride, column, channel,
+            inside, window, parameters, 1.0, eps, C, S, C - 2 * KEYS, 0, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
         )  # fmt: skip
 
 

@@ -50,41 +50,57 @@ def _within(x, same, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _compute_tokens(
-    values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3, sums, state, dx, first, last,
+def _compute_token(
+    index, value, grad, sequence, id1, id2, id3, one, two, three, grad1, grad2, grad3, sums, dx, first, last,
     channel, inside, parameters, scale, eps,
     C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr, SUM: tl.constexpr,
-    PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
+    PACKED: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Pass the output gradients of some tokens on to the inputs; store the inputs' gradients that are complete.
+    """Pass the output gradient of a token on to the inputs; store the gradient that it completes.
 
-    Token i completes that of token i - (S - 1), which is stored if it lies between `first` and `last`. Returns the last
-    three inputs, their incomplete gradients and, with `SUM`, the sums of the gradients of bias and weights.
+    That is the gradient of token `index` - (S - 1), stored if `index` lies between `first` and `last`. Returns the
+    incomplete gradients of the last three inputs and, with `SUM`, the sums of the gradients of bias and weights.
     """
     tap0, tap1, tap2, tap3, offset = parameters
     doffset, dtap0, dtap1, dtap2, dtap3 = sums
+    out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
+    grad = _convolution_gradient(out, grad.to(tl.float32), scale, eps, KIND, P, ON_LENGTH, PTX)
+    grad = _within(grad, sequence >= 0, PACKED)
+    if SUM:
+        doffset, dtap0 = doffset + grad, dtap0 + grad * value
+        dtap1, dtap2, dtap3 = dtap1 + grad * one, dtap2 + grad * two, dtap3 + grad * three
+    complete = tap0 * grad
+    if S > 1:
+        complete, grad1 = grad1 + _within(tap1 * grad, sequence == id1, PACKED), complete
+    if S > 2:
+        complete, grad2 = grad2 + _within(tap2 * grad, sequence == id2, PACKED), complete
+    if S > 3:
+        complete, grad3 = grad3 + _within(tap3 * grad, sequence == id3, PACKED), complete
+    mask = inside & (index >= first) & (index < last)
+    tl.store(dx + ((index - (S - 1)) * C + channel), complete.to(dx.dtype.element_ty), mask=mask)
+    return grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3
+
+
+@triton.jit
+def _compute_tokens(
+    values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3, sums, dx, first, last,
+    channel, inside, parameters, scale, eps,
+    C: tl.constexpr, S: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr, KIND: tl.constexpr, SUM: tl.constexpr,
+    PACKED: tl.constexpr, PTX: tl.constexpr,
+):  # fmt: skip
+    """Call `_compute_token` for some tokens; return the last three inputs, and its results.
+
+    The inputs of a sequence that starts at one of these tokens are wrong. So there is none or, without `SUM`, the
+    tokens follow all those whose gradients are stored: such a sequence does not contribute to them.
+    """
+    doffset, dtap0, dtap1, dtap2, dtap3 = sums
     for i in tl.static_range(len(values)):
         value = values[i].to(tl.float32)
-        if PACKED:
-            sequence = sequences[i]
-            value, one, two, three = start_sequence(
-                state, sequence, sequence != id1, value, one, two, three, channel, inside, C, S, STATE
-            )
-        out = convolve(value, one, two, three, tap0, tap1, tap2, tap3, offset, S)
-        grad = _convolution_gradient(out, grads[i].to(tl.float32), scale, eps, KIND, P, ON_LENGTH, PTX)
-        grad = _within(grad, sequences[i] >= 0, PACKED)
-        if SUM:
-            doffset, dtap0 = doffset + grad, dtap0 + grad * value
-            dtap1, dtap2, dtap3 = dtap1 + grad * one, dtap2 + grad * two, dtap3 + grad * three
-        complete = tap0 * grad
-        if S > 1:
-            complete, grad1 = grad1 + _within(tap1 * grad, sequences[i] == id1, PACKED), complete
-        if S > 2:
-            complete, grad2 = grad2 + _within(tap2 * grad, sequences[i] == id2, PACKED), complete
-        if S > 3:
-            complete, grad3 = grad3 + _within(tap3 * grad, sequences[i] == id3, PACKED), complete
-        mask = inside & (i >= first) & (i < last)
-        tl.store(dx + ((i - (S - 1)) * C + channel), complete.to(dx.dtype.element_ty), mask=mask)
+        grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_token(
+            i, value, grads[i], sequences[i], id1, id2, id3, one, two, three, grad1, grad2, grad3,
+            (doffset, dtap0, dtap1, dtap2, dtap3), dx, first, last, channel, inside, parameters, scale, eps,
+            C, S, P, ON_LENGTH, KIND, SUM, PACKED, PTX,
+        )  # fmt: skip
         one, two, three = value, one, two
         if PACKED:
             id1, id2, id3 = sequences[i], id1, id2
@@ -93,14 +109,15 @@ def _compute_tokens(
 
 @triton.jit
 def _slide(
-    x, state, rows, ids, dy, dx, weight_partial, bias_partial, row, first, end, length, stride,
-    column, channel, inside, parameters, scale, eps,
+    x, state, ids, dy, dx, row, first, end, length, stride, column, channel, inside, window, parameters, scale, eps,
     C: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, P: tl.constexpr, ON_LENGTH: tl.constexpr,
-    UNROLL: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr,
-    PTX: tl.constexpr,
+    UNROLL: tl.constexpr, KIND: tl.constexpr, PACKED: tl.constexpr, STATE: tl.constexpr, PTX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of a chunk of tokens; see `backward_kernel`."""
-    one, two, three = load_window(x, state, rows, ids, row, first, length, stride, channel, inside, C, S, PACKED, STATE)
+    """Compute and store the gradients of a chunk of inputs; return the sums of those of bias and weights.
+
+    The loops are those of the forward pass.
+    """
+    one, two, three = window
     dtap0, dtap1 = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
     dtap2, dtap3 = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
     doffset, grad1 = tl.zeros(channel.shape, tl.float32), tl.zeros(channel.shape, tl.float32)
@@ -119,21 +136,28 @@ def _slide(
             if are_in_sequence(id1, sequences) & (id2 == id1) & (id3 == id1):
                 one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                     values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
-                    (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                    parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, False, STATE, PTX,
+                    (doffset, dtap0, dtap1, dtap2, dtap3), at, least, most, channel, inside, parameters, scale, eps,
+                    C, S, P, ON_LENGTH, KIND, True, False, PTX,
                 )  # fmt: skip
             else:
-                one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
-                    values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
-                    (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                    parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, True, STATE, PTX,
-                )  # fmt: skip
-            id1, id2, id3 = sequences[UNROLL - 1], sequences[UNROLL - 2], sequences[UNROLL - 3]
+                for i in range(UNROLL):
+                    sequence = load_sequence(ids, start + i, length, PACKED)
+                    value = load_token(x, start + i, length, stride, channel, inside).to(tl.float32)
+                    grad = load_token(dy, start + i, length, WIDTH, column, inside)
+                    value, one, two, three = start_sequence(
+                        state, sequence, sequence != id1, value, one, two, three, channel, inside, C, S, STATE
+                    )
+                    grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_token(
+                        i, value, grad, sequence, id1, id2, id3, one, two, three, grad1, grad2, grad3,
+                        (doffset, dtap0, dtap1, dtap2, dtap3), at, least, most, channel, inside, parameters, scale, eps,
+                        C, S, P, ON_LENGTH, KIND, True, True, PTX,
+                    )  # fmt: skip
+                    one, two, three, id1, id2, id3 = value, one, two, sequence, id1, id2
         else:
             one, two, three, grad1, grad2, grad3, doffset, dtap0, dtap1, dtap2, dtap3 = _compute_tokens(
                 values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
-                (doffset, dtap0, dtap1, dtap2, dtap3), state, at, least, most, channel, inside,
-                parameters, scale, eps, C, S, P, ON_LENGTH, KIND, True, False, STATE, PTX,
+                (doffset, dtap0, dtap1, dtap2, dtap3), at, least, most, channel, inside, parameters, scale, eps,
+                C, S, P, ON_LENGTH, KIND, True, False, PTX,
             )  # fmt: skip
     if S > 1:  # the S - 1 tokens after the chunk complete the gradients of its last inputs
         after = first + (end - first + UNROLL - 1) // UNROLL * UNROLL
@@ -142,19 +166,10 @@ def _slide(
         sequences = load_sequences(ids, after, length, S - 1, PACKED)
         _compute_tokens(
             values, grads, sequences, id1, id2, id3, one, two, three, grad1, grad2, grad3,
-            (doffset, dtap0, dtap1, dtap2, dtap3), state, dx + tl.cast(after, tl.int64) * C,
-            first - after + S - 1, end - after + S - 1, channel, inside,
-            parameters, scale, eps, C, S, P, ON_LENGTH, KIND, False, PACKED, STATE, PTX,
+            (doffset, dtap0, dtap1, dtap2, dtap3), dx + tl.cast(after, tl.int64) * C, first - after + S - 1,
+            end - after + S - 1, channel, inside, parameters, scale, eps, C, S, P, ON_LENGTH, KIND, False, PACKED, PTX,
         )  # fmt: skip
-    if BIAS:
-        tl.store(bias_partial + channel, doffset, mask=inside)
-    tl.store(weight_partial + channel * S + S - 1, dtap0, mask=inside)
-    if S > 1:
-        tl.store(weight_partial + channel * S + S - 2, dtap1, mask=inside)
-    if S > 2:
-        tl.store(weight_partial + channel * S + S - 3, dtap2, mask=inside)
-    if S > 3:
-        tl.store(weight_partial + channel * S + S - 4, dtap3, mask=inside)
+    return doffset, dtap0, dtap1, dtap2, dtap3
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -183,19 +198,27 @@ def backward_kernel(
     weight_partial += partial * S
     bias_partial += partial
     parameters = load_parameters(weight, bias, channel, inside, S, BIAS)
+    window = load_window(x, state, rows, ids, row, first, length, stride, channel, inside, C, S, PACKED, STATE)
     if section < 2:
         scale = choose(section, query_length, 1.0, 1.0, KEYS)
-        _slide(
-            x, state, rows, ids, choose(section, dq, dk, dv, KEYS), dx, weight_partial, bias_partial, row, first, end,
-            length, stride, column, channel, inside, parameters, scale, eps,
-            C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, BIAS, PACKED, STATE, PTX,
+        doffset, dtap0, dtap1, dtap2, dtap3 = _slide(
+            x, state, ids, choose(section, dq, dk, dv, KEYS), dx, row, first, end, length, stride, column, channel,
+            inside, window, parameters, scale, eps, C, S, KEYS, P, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
         )  # fmt: skip
     else:
-        _slide(
-            x, state, rows, ids, dv, dx, weight_partial, bias_partial, row, first, end,
-            length, stride, column, channel, inside, parameters, 1.0, eps,
-            C, S, C - 2 * KEYS, 0, ON_LENGTH, UNROLL, KIND, BIAS, PACKED, STATE, PTX,
+        doffset, dtap0, dtap1, dtap2, dtap3 = _slide(
+            x, state, ids, dv, dx, row, first, end, length, stride, column, channel,
+            inside, window, parameters, 1.0, eps, C, S, C - 2 * KEYS, 0, ON_LENGTH, UNROLL, KIND, PACKED, STATE, PTX,
         )  # fmt: skip
+    if BIAS:
+        tl.store(bias_partial + channel, doffset, mask=inside)
+    tl.store(weight_partial + channel * S + S - 1, dtap0, mask=inside)
+    if S > 1:
+        tl.store(weight_partial + channel * S + S - 2, dtap1, mask=inside)
+    if S > 2:
+        tl.store(weight_partial + channel * S + S - 3, dtap2, mask=inside)
+    if S > 3:
+        tl.store(weight_partial + channel * S + S - 4, dtap3, mask=inside)
 
 
 @triton.jit(do_not_specialize=["length"])
