@@ -23,14 +23,14 @@ def inverse_length(square, eps, ON_LENGTH: tl.constexpr):
     return inverse, slope
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "inner"])
 def _forward_kernel(
-    x, y, squares, rows, outer_stride, inner_stride, scale, eps,
-    INNER: tl.constexpr, K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ON_LENGTH: tl.constexpr,
+    x, y, squares, rows, inner, outer_stride, inner_stride, scale, eps,
+    K: tl.constexpr, P: tl.constexpr, ROWS: tl.constexpr, ON_LENGTH: tl.constexpr,
 ):  # fmt: skip
     row, column = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, P)
     mask = (row < rows)[:, None] & (column < K)[None, :]
-    start = (row // INNER).to(tl.int64) * outer_stride + (row % INNER) * inner_stride
+    start = (row // inner).to(tl.int64) * outer_stride + (row % inner) * inner_stride
     values = tl.load(x + start[:, None] + column[None, :], mask=mask, other=0.0).to(tl.float32)
     square = tl.sum(values * values, axis=1)
     inverse, _ = inverse_length(square, eps, ON_LENGTH)
@@ -64,8 +64,8 @@ def forward(x: Tensor, scale: float, eps: float, eps_on_length: bool) -> tuple[T
     Launch(
         _forward_kernel,
         (-(-rows // options["ROWS"]),),
-        (source, y, squares, rows, source.stride(0), source.stride(1), scale, eps),
-        {"INNER": inner, "K": width, **options, "ON_LENGTH": eps_on_length},
+        (source, y, squares, rows, inner, source.stride(0), source.stride(1), scale, eps),
+        {"K": width, **options, "ON_LENGTH": eps_on_length},
     ).run()
     return y, squares
 
