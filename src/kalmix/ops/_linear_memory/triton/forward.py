@@ -127,7 +127,8 @@ def prepare_signals(
     to_end = per_token
     if scalar_decays:
         log_decay_rows = log_decay.contiguous()
-        from_start, to_end = torch.empty(2, batch, length, heads, dtype=torch.float32, device=v.device)
+        shape, like = (batch, length, heads), {"dtype": torch.float32, "device": v.device}
+        from_start, to_end = (torch.empty(shape, **like) for _ in range(2))  # two, so that each is aligned
         tile_decay = torch.empty(tiling.num_tiles, heads, dtype=torch.float32, device=v.device)
         Launch(head_decays, (tiling.num_tiles, heads), (
             log_decay_rows, per_token, from_start, to_end, tile_decay, tiling.tile_table, length, tiling.tiles, heads,
