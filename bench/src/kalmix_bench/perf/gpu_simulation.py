@@ -1,4 +1,4 @@
-"""Simulated GPUs: calls on meta tensors, in which the rules of the library choose Triton kernels for a named GPU.
+"""Simulated GPUs: calls on tensors elsewhere, in which the rules of the library choose Triton kernels for a named GPU.
 
 Triton's interpreter must be off when this module is imported.
 """
@@ -74,20 +74,29 @@ class Collector:
     Two configurations differ in the GPU, the kernel, an option or the type of an argument. Of argument values, such as
     strides, those of the first call are compiled.
 
+    Args:
+        gpus: keys of `GPUS`.
+        by_value: whether configurations also differ in argument values for which Triton compiles a kernel again, such
+            as a size of 1 or an address that is no multiple of 16.
+
     Attributes:
         found: configurations by Triton's cache key, which includes the sources of the kernel and Triton's version.
         refused: reasons why kernels refuse a GPU, by GPU, part and call.
     """
 
-    def __init__(self, gpus: list[str]) -> None:
+    def __init__(self, gpus: list[str], by_value: bool = False) -> None:
         self.found: dict[str, Configuration] = {}
         self.refused: dict[tuple[str, str, str], str] = {}
-        self._gpus, self._seen, self._label = gpus, set[Any](), ("", "")
+        self._gpus, self._by_value, self._seen, self._label = gpus, by_value, set[Any](), ("", "")
         self._driver = _Driver(gpus)
         self._compilation = triton.AsyncCompileMode(_Deferred())  # pyright: ignore[reportArgumentType]
 
     def run(self, part: str, call: str, function: Callable[[], object]) -> None:
-        """Call `function` once for each GPU. It creates tensors on the device "meta" and calls an op or a part."""
+        """Call `function` once for each GPU.
+
+        It creates tensors on the device "meta" and calls an op or a part. Layers need the device "cpu"; values that
+        kernels would write are undefined, so call them inside `kalmix.checks(False)`.
+        """
         self._label = part, call
         with self._simulation():
             for device in range(len(self._gpus)):
@@ -111,13 +120,14 @@ class Collector:
         types = (x.dtype if isinstance(x, Tensor) else type(x) for x in launch.arguments)
         signature = (launch.kernel.module, *types)
         identity = (gpu, name, *sorted(launch.options.items()), *signature)
-        if identity in self._seen:
+        if identity in self._seen and not self._by_value:
             return
         self._seen.add(identity)
         arguments = (_Pointer(x) if isinstance(x, Tensor) else x for x in launch.arguments)
         future = launch.kernel.warmup(*arguments, grid=launch.grid, **launch.options).future
         part, call = self._label
-        self.found[future._key] = Configuration(part, gpu, name, launch.options, signature, call, future.function)
+        if not self._by_value or future._key not in self.found:
+            self.found[future._key] = Configuration(part, gpu, name, launch.options, signature, call, future.function)
 
     @contextmanager
     def _simulation(self) -> Iterator[None]:
@@ -144,6 +154,7 @@ class Collector:
                 ("torch.cuda.get_device_capability", device_capability),
                 ("torch.version.cuda", "13.0"),
                 ("kalmix.ops._shared.kernel.Kernel.unsupported_reason", supports_on_gpu),
+                ("kalmix.ops._shared.kernel.Kernel.needs_interpreter", lambda kernel, request: False),
                 ("kalmix.layers.fused.dispatch.DEVICES", (*dispatch.DEVICES, "meta", "cpu")),
                 ("triton.runtime._async_compile.active_mode", SimpleNamespace(get=lambda: self._compilation)),
             ):
@@ -178,7 +189,7 @@ class _Deferred:
 
 
 class _Pointer:
-    """Kernel argument in place of a meta tensor, which has no address."""
+    """Kernel argument in place of a tensor, with the alignment that its address would have on a GPU."""
 
     def __init__(self, x: Tensor) -> None:
         self.dtype, self._offset = x.dtype, x.storage_offset() * x.element_size()
