@@ -18,7 +18,8 @@
 # 2. All GPUs: captured steps of context parallelism (bayesian, hybrid), and FSDP2 of kla by groups of four blocks.
 # 3. All GPUs: `kalmix_bench.perf.scaling.check`, in several programs that share the layers.
 # 4. One sequence on each GPU, to compare with 2.
-# Repeat the call on the same machine: it continues. Stages that ended with exit status 0 do not run again.
+# Repeat the call on the same machine: it continues. Stages that ended with exit status 0 do not run again. Each call gives
+# a comparison 60 s more than the one before, so that those that had no time to compile their kernels run again.
 set -uo pipefail
 commit=unknown out='' work=/tmp/kalmix-scaling limit=575 python=python3 wheels=.gpu/whl site=.gpu/fla.txz
 while [ $# -gt 0 ]; do
@@ -33,6 +34,8 @@ cd "$(dirname "$0")/.." || exit 2
 gpus=$(nvidia-smi -L 2> /dev/null | wc -l)
 [ "$gpus" -gt 1 ] || { echo "error: two GPUs are needed; there are $gpus" >&2; exit 2; }
 mkdir -p "$out" "$work/run" "$work/ended"
+echo >> "$work/calls"
+export row_limit=$((60 * $(wc -l < "$work/calls")))
 out=$(cd "$out" && pwd)
 run="$work/run"
 export PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 COLUMNS=150 OMP_NUM_THREADS=4 NCCL_NVLS_ENABLE=0
@@ -69,8 +72,8 @@ speed() {
   together -m kalmix_bench.perf.scaling.speed --profile --commit "$commit" --output "$run/speed" --limit 65 "$@"
 }
 check() {  # compare layers until the deadline; each program has a port and a folder of its own
-  together -m kalmix_bench.perf.scaling.check --output "$run/check/${1%%,*}" --limit 60 --deadline "$deadline" \
-    --layers "$1"
+  together -m kalmix_bench.perf.scaling.check --output "$run/check/${1%%,*}" --limit "$row_limit" \
+    --deadline "$deadline" --layers "$1"
 }
 export -f together speed check
 export python gpus commit run

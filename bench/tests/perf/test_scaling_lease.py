@@ -53,15 +53,19 @@ def test_all_stages_run_and_rows_get_the_commit(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(BASH is None, reason="needs bash")
-def test_second_call_repeats_only_failures(tmp_path: Path) -> None:
+def test_second_call_repeats_only_failures_and_gives_comparisons_more_time(tmp_path: Path) -> None:
     (tmp_path / "fla").touch()
     subprocess.run(["tar", "-cJf", str(tmp_path / "fla.txz"), "-C", str(tmp_path), "fla"], check=True)
-    failing = PYTHON + 'case "$*" in *perf.spans*) exit 1;; esac\n'
+    failing = PYTHON + 'case "$*" in *perf.spans*|*--layers?kla,*) exit 1;; esac\n'
     first = run(tmp_path, gpus=2, python=failing)
-    assert first.stdout.count(": exit status 0, ") == STAGES - 1 and "spans: exit status 1, " in first.stdout
+    assert first.stdout.count(": exit status 0, ") == STAGES - 2
+    assert "spans: exit status 1, " in first.stdout and "check: exit status 1, " in first.stdout
     shutil.rmtree(tmp_path / "out")  # a lent machine empties it
     second = run(tmp_path, gpus=2)
-    assert second.stdout.count(": exit status ") == 1 and "spans: exit status 0, " in second.stdout
+    assert second.stdout.count(": exit status ") == 2
+    assert "spans: exit status 0, " in second.stdout and "check: exit status 0, " in second.stdout
+    compared = (tmp_path / "out" / "check.log").read_text().splitlines()
+    assert [line.split("--limit ")[1].split(" ")[0] for line in compared if "--layers kla," in line] == ["60", "120"]
     assert "kalmix_bench.perf.scaling.speed" in (tmp_path / "out" / "speed.log").read_text()  # of the first call
 
 
