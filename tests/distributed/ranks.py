@@ -143,7 +143,7 @@ def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
 
 
 def train_without_host_reads(name: str, world: int) -> None:
-    """Train for two steps; in the second, the code around the ops must not let the host read from the device."""
+    """Train for two steps; in the second, the code around the ops must neither read from the device nor copy to it."""
     layer = LAYERS[name]()
     for layout in LAYOUTS:
         modes = ("gather", "ring" if name in RINGS else "two-phase")
@@ -152,7 +152,8 @@ def train_without_host_reads(name: str, world: int) -> None:
                 own = cp.shard(torch.randn(2, 24, WIDTH.get(name, 12)))
                 layer(own)[0].sum().backward()
                 read = patch("kalmix.ops._shared.isolation._all_finite", lambda _: False)  # a shortcut on CPUs only
-                with NoHostReads(), checks(False), read:
+                copy = patch("torch.tensor", side_effect=AssertionError("a CUDA graph would repeat this copy"))
+                with NoHostReads(), checks(False), read, copy:
                     layer(own)[0].sum().backward()
 
 

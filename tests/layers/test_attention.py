@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kalmix import ArgumentError, Segments, checks
+from kalmix.distributed.layout import KeyRuns
 from kalmix.layers import Attention, LinearAttention, packed_attention
 from kalmix.layers.packed_attention import attend_packed, attend_runs
 
@@ -196,14 +197,15 @@ def test_flash_attention_receives_sequences_that_cover_the_batch(monkeypatch):
     torch.testing.assert_close(attend_packed(*inputs, PACKED, ids)[ids >= 0], expected[ids >= 0])
 
 
-RUNS = [(0, 0, 3), (0, 5, 8), (1, 2, 2), (1, 4, 8)], [(0, 0, 3), (0, 4, 10), (1, 0, 0), (1, 1, 12)]
+CPU = torch.device("cpu")
+RUNS = KeyRuns.of([(0, 0, 3), (0, 5, 8), (1, 2, 2), (1, 4, 8)], [(0, 0, 3), (0, 4, 10), (1, 0, 0), (1, 1, 12)], CPU)
 
 
 @pytest.mark.parametrize("flash", [False, True])
 def test_runs_attend_to_earlier_keys_of_their_documents(flash, monkeypatch):
     q, k, v = torch.randn(2, 8, 4, 8), torch.randn(2, 12, 2, 8), torch.randn(2, 12, 2, 8)
     expected = torch.zeros_like(q)
-    for (row, start, stop), (_, first, last) in zip(*RUNS, strict=True):
+    for (row, start, stop), (_, first, last) in zip(*RUNS[:2], strict=True):
         for t in range(start, stop):
             own = slice(first, last - (stop - 1 - t))
             key, value = (x[row, own].repeat_interleave(2, 1) for x in (k, v))
@@ -211,12 +213,12 @@ def test_runs_attend_to_earlier_keys_of_their_documents(flash, monkeypatch):
             expected[row, t] = torch.einsum("hs,shw->hw", scores.softmax(1), value)
     monkeypatch.setattr(packed_attention, "_can_use_flash", lambda q: flash)
     monkeypatch.setattr(packed_attention, "_FLASH", {"attend": varlen_attention, "shared": {"enable_gqa": True}})
-    torch.testing.assert_close(attend_runs(q, k, v, *RUNS), expected)
+    torch.testing.assert_close(attend_runs(q, k, v, RUNS), expected)
 
 
 def test_a_rank_without_tokens_still_has_gradients_of_keys():
     q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
-    output = attend_runs(q, k, v, [(0, 0, 0)], [(0, 0, 0)])
+    output = attend_runs(q, k, v, KeyRuns.of([(0, 0, 0)], [(0, 0, 0)], CPU))
     output.sum().backward()
     assert float(output.detach().abs().sum()) == 0 and k.grad is not None and v.grad is not None
 

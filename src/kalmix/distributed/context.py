@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from kalmix.distributed.exchange import gather, sum_over_ranks
-from kalmix.distributed.layout import LAYOUTS, Placement, Runs, find_runs, order_spans, segments_of, shard_tokens
+from kalmix.distributed.layout import (
+    LAYOUTS,
+    KeyRuns,
+    Placement,
+    Runs,
+    find_runs,
+    order_spans,
+    segments_of,
+    shard_tokens,
+)
 from kalmix.distributed.ring import Ring
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments
@@ -218,6 +227,15 @@ class Call:
         self.same_runs: bool = runs.every == runs.tails
         self.participants = 0
         self._rings: dict[int | None, Ring] = {}
+        self._key_runs: KeyRuns | None = None
+
+    def key_runs(self) -> KeyRuns:
+        """Return the runs of this rank with the tokens of their documents, up to their ends, in whole sequences."""
+        if self._key_runs is None:
+            runs = self.runs.every
+            visible = [(x.row, x.document, x.document + x.past + x.stop - x.start) for x in runs]
+            self._key_runs = KeyRuns.of([(x.row, x.start, x.stop) for x in runs], visible, self.past.device)
+        return self._key_runs
 
     def ring(self, window: int | None) -> Ring:
         """Return the ring of causal attention, in which a query attends to `window` tokens, or to all."""

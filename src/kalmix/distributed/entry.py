@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kalmix.beliefs import HistoryBelief
 from kalmix.distributed.context import Call, active_call
-from kalmix.distributed.exchange import on_device
+from kalmix.distributed.layout import KeyRuns
 from kalmix.errors import ArgumentError
 from kalmix.ops import OpSpec
 from kalmix.types import belief_dtype
@@ -137,20 +137,18 @@ class SharedKeys(NamedTuple):
 
     Attributes:
         keys, values: `[B, S, G, W]`, of the whole sequences.
-        queries: (batch row, start, stop) of each run in the tokens of this rank.
-        visible: (batch row, start, stop) of its keys in the whole sequences: its document, up to its last token.
+        runs: runs of this rank, and the keys of their documents, up to the last token of each run.
     """
 
     keys: Tensor
     values: Tensor
-    queries: list[tuple[int, int, int]]
-    visible: list[tuple[int, int, int]]
+    runs: KeyRuns
 
     def positions(self) -> Tensor:
         """Return the position of each token in the document of each run, int64 `[N, B * S]`; -1 if not visible."""
         batch, length = self.keys.shape[:2]
         token = torch.arange(batch * length, device=self.keys.device)
-        row, start, stop = on_device(self.visible, torch.int64, token.device).unbind(1)
+        row, start, stop = self.runs.extents.unbind(1)
         first, end = (x[:, None] for x in (row * length + start, row * length + stop))
         return torch.where((token >= first) & (token < end), token - first, -1)
 
@@ -167,6 +165,4 @@ def share_keys(k: Tensor, v: Tensor) -> SharedKeys | None:
     call.participants += 1
     size = call.placement.span_length(call.length)
     keys, values = (torch.cat(x, 1) for x in call.gather_spans([torch.cat(x.split(size, 1)) for x in (k, v)]))
-    runs = call.runs.every
-    visible = [(x.row, x.document, x.document + x.past + x.stop - x.start) for x in runs]
-    return SharedKeys(keys, values, [(x.row, x.start, x.stop) for x in runs], visible)
+    return SharedKeys(keys, values, call.key_runs())

@@ -9,6 +9,7 @@ of this rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -82,6 +83,34 @@ class Runs(NamedTuple):
 
     every: list[Run]
     tails: list[Run]
+
+
+Tokens = tuple[int, int, int]  # batch row, first token, token after the last
+
+
+class KeyRuns(NamedTuple):
+    """Runs of queries and the keys that they attend to, also as tensors on the device.
+
+    Attributes:
+        queries: tokens of each run.
+        visible: the keys that the last query of each run attends to; each earlier query has one less.
+        extents: `visible`, int64 `[N, 3]`.
+        query_bounds, key_bounds: cumulative numbers of tokens of the runs that are not empty, int32 `[M + 1]`.
+    """
+
+    queries: list[Tokens]
+    visible: list[Tokens]
+    extents: Tensor
+    query_bounds: Tensor
+    key_bounds: Tensor
+
+    @classmethod
+    def of(cls, queries: list[Tokens], visible: list[Tokens], device: torch.device) -> KeyRuns:
+        """Return the runs with their tensors."""
+        pairs = [x for x in zip(queries, visible, strict=True) if x[0][1] < x[0][2]]
+        lengths = [[stop - start for _, start, stop in tokens] for tokens in zip(*pairs, strict=True)] or [[], []]
+        bounds = (torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in lengths)
+        return cls(queries, visible, torch.tensor(visible, dtype=torch.int64, device=device), *bounds)
 
 
 def find_runs(placement: Placement, batch: int, length: int, documents: Sequence[Sequence[int]] | None) -> Runs:

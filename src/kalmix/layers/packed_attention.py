@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kalmix.distributed.exchange import on_device
+from kalmix.distributed.layout import KeyRuns
 from kalmix.segments import Segments, of_tokens
 from kalmix.types import dependent_zero
 
@@ -55,18 +53,14 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
     return output + torch.zeros_like(reached, dtype=output.dtype).masked_fill(reached, torch.nan)[..., None, None]
 
 
-Run = tuple[int, int, int]  # batch row, first token, token after the last
-
-
-def attend_runs(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[Run], visible: Sequence[Run]) -> Tensor:
+def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     """Compute causal softmax attention of runs of tokens to the keys of their documents.
 
     Args:
         q: queries `[B, T, H, W]`.
         k: keys `[B, S, G, W]`. G divides H.
         v: values `[B, S, G, W]`. Queries and keys are converted to their dtype.
-        queries: the runs in `q`.
-        visible: the tokens in `k` that the last query of each run attends to; each earlier query has one less.
+        runs: runs in `q` and the tokens in `k` to which they attend.
 
     Returns:
         `[B, T, H, W]`, 0 outside the runs.
@@ -76,19 +70,16 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, queries: Sequence[Run], visible
     q, k = q.to(v.dtype), k.to(v.dtype)
     batch, length = q.shape[:2]
     flat = q.new_zeros(batch * length, *q.shape[2:])
-    pairs = [(x, y) for x, y in zip(queries, visible, strict=True) if x[1] < x[2]]
+    pairs = [(x, y) for x, y in zip(runs.queries, runs.visible, strict=True) if x[1] < x[2]]
     if not pairs:
         return (flat + dependent_zero(q, k, v)).view(q.shape)
     query = [q[row, start:stop] for (row, start, stop), _ in pairs]
     key, value = ([x[row, start:stop] for _, (row, start, stop) in pairs] for x in (k, v))
     if _can_use_flash(q):
-        bounds, lengths = [], []
-        for parts in (query, key):
-            lengths.append([len(x) for x in parts])
-            bounds.append(on_device([0, *accumulate(lengths[-1])], torch.int32, q.device))
+        lengths = (max(map(len, parts)) for parts in (query, key))
         options = {"window_size": (-1, 0), **(_FLASH["shared"] if q.shape[2] != k.shape[2] else {})}
         tensors = [torch.cat(x) for x in (query, key, value)]
-        output = _FLASH["attend"](*tensors, *bounds, *map(max, lengths), **options)
+        output = _FLASH["attend"](*tensors, runs.query_bounds, runs.key_bounds, *lengths, **options)
     else:
         output = torch.cat([_attend_to_earlier(*x) for x in zip(query, key, value, strict=True)])
     places = [(row * length + start, row * length + stop) for (row, start, stop), _ in pairs]
