@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed
@@ -71,3 +71,10 @@ def sum_over_ranks(tensors: Sequence[Tensor], group: ProcessGroup) -> None:
     for work in works:
         if work is not None:
             work.wait()
+
+
+def on_device(values: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return a tensor of numbers on a device; unlike `torch.tensor`, the host does not wait for a GPU."""
+    if device.type != "cuda" or torch.compiler.is_compiling():
+        return torch.tensor(values, dtype=dtype, device=device)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

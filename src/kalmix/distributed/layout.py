@@ -1,9 +1,8 @@
 """Division of the tokens of sequences into spans and of spans into runs of documents.
 
 Sequences are cut into spans of equal length. A rank holds one part of each sequence, or two parts in the layout
-"head-tail", and a part is one span or several. A document is one
-sequence of the batch: a batch row or, in packed batches, one of its segments. A run is the part of a document in a span
-of this rank.
+"head-tail", and a part is one span or several. A document is one sequence of the batch: a batch row or, in packed
+batches, one of its segments. A run is what a span of this rank has of a document.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kalmix.distributed.exchange import on_device
 from kalmix.errors import ArgumentError
 from kalmix.segments import Segments, segments_without_checks
 
@@ -109,8 +109,8 @@ class KeyRuns(NamedTuple):
         """Return the runs with their tensors."""
         pairs = [x for x in zip(queries, visible, strict=True) if x[0][1] < x[0][2]]
         lengths = [[stop - start for _, start, stop in tokens] for tokens in zip(*pairs, strict=True)] or [[], []]
-        bounds = (torch.tensor([0, *accumulate(x)], dtype=torch.int32, device=device) for x in lengths)
-        return cls(queries, visible, torch.tensor(visible, dtype=torch.int64, device=device), *bounds)
+        bounds = (on_device([0, *accumulate(x)], torch.int32, device) for x in lengths)
+        return cls(queries, visible, on_device(visible, torch.int64, device), *bounds)
 
 
 def find_runs(placement: Placement, batch: int, length: int, documents: Sequence[Sequence[int]] | None) -> Runs:
