@@ -121,6 +121,21 @@ def test_zero_init_defines_other_cells_and_begins_output_projections_with_zeros(
             assert bool((part.out_proj.weight == 0).all()) is expected
 
 
+def test_embedding_norm_defines_other_cells_and_starts_the_residual_stream_with_variance_one() -> None:
+    from kalmix.training import initial_model
+
+    plain = LanguageCell(MAIN, "kla", TINY, 1e-3, 0, "c")
+    normed = replace(plain, size=replace(TINY, model=replace(TINY.model, embedding_norm=True)))
+    assert "embedding_norm" not in plain.to_dict()["size"]["model"]
+    assert normed.to_dict()["size"]["model"]["embedding_norm"]
+    for cell, expected in ((plain, 0.02), (normed, 1.0)):
+        recipe = cell.recipe("shards")
+        model = initial_model.build(recipe, recipe.vocab_size, 0).eval()
+        stream = model(torch.arange(recipe.vocab_size)[None], output_hidden_states=True).hidden_states[0]
+        assert stream.square().mean().sqrt().item() == pytest.approx(expected, rel=0.1)
+        assert sum(value.numel() for value in model.parameters()) == count_parameters(cell.layer, cell.size.model)
+
+
 def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> None:
     rows = [
         {"language": name, "learning_rate": rate, **({"diverged": "x"} if loss is None else {"loss": loss})}

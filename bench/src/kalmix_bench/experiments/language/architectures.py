@@ -42,6 +42,7 @@ class ModelSize:
             such layers get twice the depth.
         vocab_size: rows of the embedding, which the head shares.
         zero_init: whether output projections of layers and MLPs begin with zeros.
+        embedding_norm: whether an RMS norm follows the embedding, so that the residual stream begins with variance 1.
     """
 
     parameters: int
@@ -49,6 +50,7 @@ class ModelSize:
     depth: int
     vocab_size: int
     zero_init: bool = False
+    embedding_norm: bool = False
 
 
 @lru_cache
@@ -131,7 +133,11 @@ def _count(blocks: tuple[Block, ...], size: ModelSize) -> int:
     from kalmix.models import KalmixConfig, KalmixForCausalLM  # imports transformers
 
     config = KalmixConfig(
-        vocab_size=size.vocab_size, hidden_size=size.hidden_size, layers=list(blocks), tie_word_embeddings=True
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden_size,
+        layers=list(blocks),
+        tie_word_embeddings=True,
+        embedding_norm=size.embedding_norm,
     )
     with torch.device("meta"):
         return sum(value.numel() for value in KalmixForCausalLM(config).parameters())

@@ -161,6 +161,9 @@ def _command(
         bool | None,
         typer.Option(help="Whether output projections of layers and MLPs begin with zeros. Default: the preset's."),
     ] = None,
+    embedding_norm: Annotated[
+        bool | None, typer.Option(help="Whether an RMS norm follows the embedding. Default: the preset's.")
+    ] = None,
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
@@ -179,7 +182,7 @@ def _command(
 
     Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
-    choice = _choose(_preset(preset, tokens, zero_init), layer, stage, rates, seeds)
+    choice = _choose(_preset(preset, tokens, zero_init, embedding_norm), layer, stage, rates, seeds)
     console, results = Console(highlight=False), Results(output / "results.jsonl")
     if dry_run:
         _print_plan(choice, shards, results, console, gpu, options.positive("mfu", mfu))
@@ -219,11 +222,13 @@ def _command(
     sweep.exit_unless_finished(len(rows), len(cells) + choice.seeds * len(missing), console)
 
 
-def _preset(name: str, tokens: float | None, zero_init: bool | None) -> Preset:
-    """Return a preset, with this number of training tokens in the stage "main" and this initialization in both."""
+def _preset(name: str, tokens: float | None, zero_init: bool | None, embedding_norm: bool | None) -> Preset:
+    """Return a preset, with this number of training tokens in the stage "main" and these models in both."""
     found = options.preset(name, PRESETS)
     if zero_init is not None:
         found = found.with_zero_init(zero_init)
+    if embedding_norm is not None:
+        found = found.with_embedding_norm(embedding_norm)
     if tokens is None:
         return found
     return found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))

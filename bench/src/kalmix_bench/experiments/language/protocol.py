@@ -81,7 +81,14 @@ class Preset(NamedTuple):
 
     def with_zero_init(self, zero_init: bool) -> Preset:
         """Return this preset with output projections that begin with zeros in both stages, or with random numbers."""
-        tune, main = (replace(size, model=replace(size.model, zero_init=zero_init)) for size in (self.tune, self.main))
+        return self._with_model(zero_init=zero_init)
+
+    def with_embedding_norm(self, embedding_norm: bool) -> Preset:
+        """Return this preset with a norm of embedded tokens in both stages, or without it."""
+        return self._with_model(embedding_norm=embedding_norm)
+
+    def _with_model(self, **changes: bool) -> Preset:
+        tune, main = (replace(size, model=replace(size.model, **changes)) for size in (self.tune, self.main))
         return self._replace(tune=tune, main=main)
 
 
@@ -177,8 +184,9 @@ class LanguageCell:
     def to_dict(self) -> dict[str, Any]:
         """Return everything that defines the cell."""
         size = asdict(self.size)
-        if not self.size.model.zero_init:  # rows from before this option lack it
-            del size["model"]["zero_init"]
+        for option in ("zero_init", "embedding_norm"):
+            if not size["model"][option]:  # rows from before this option lack it
+                del size["model"][option]
         return {
             "language": self.layer,
             "stage": self.stage,
@@ -202,7 +210,11 @@ class LanguageCell:
             layers=make_blocks(self.layer, size.model),
             hidden_size=size.model.hidden_size,
             vocab_size=size.model.vocab_size,
-            model={"tie_word_embeddings": True, "zero_init": size.model.zero_init},
+            model={
+                "tie_word_embeddings": True,
+                "zero_init": size.model.zero_init,
+                "embedding_norm": size.model.embedding_norm,
+            },
             seq_len=size.seq_len,
             tokens=size.tokens,
             batch_tokens=size.batch_tokens,

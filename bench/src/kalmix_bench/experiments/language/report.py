@@ -132,6 +132,7 @@ def _condition(row: Row) -> str:
         f"{size['tokens'] / 1e6:g}M tokens",
         f"sequences of {size['seq_len']:,}",
         *(["zeros in output projections at first"] if size["model"].get("zero_init") else []),
+        *(["norm of embeddings"] if size["model"].get("embedding_norm") else []),
         f"corpus {row['corpus'][:8]}",
     )
     return ", ".join(parts)
