@@ -8,7 +8,7 @@ batches, one of its segments. A run is what a span of this rank has of a documen
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
@@ -92,10 +92,10 @@ class KeyRuns(NamedTuple):
     """Runs of queries and the keys that they attend to, also as tensors on the device.
 
     Attributes:
-        queries: tokens of each run.
-        visible: the keys that the last query of each run attends to; each earlier query has one less.
-        extents: `visible`, int64 `[N, 3]`.
-        query_bounds, key_bounds: cumulative numbers of tokens of the runs that are not empty, int32 `[M + 1]`.
+        queries: tokens of each run that is not empty.
+        visible: the keys that the last query of each of these runs attends to; each earlier query has one less.
+        extents: the same of all runs, int64 `[N, 3]`.
+        query_bounds, key_bounds: cumulative numbers of tokens of `queries` and `visible`, int32 `[M + 1]`.
     """
 
     queries: list[Tokens]
@@ -107,10 +107,12 @@ class KeyRuns(NamedTuple):
     @classmethod
     def of(cls, queries: list[Tokens], visible: list[Tokens], device: torch.device) -> KeyRuns:
         """Return the runs with their tensors."""
-        pairs = [x for x in zip(queries, visible, strict=True) if x[0][1] < x[0][2]]
-        lengths = [[stop - start for _, start, stop in tokens] for tokens in zip(*pairs, strict=True)] or [[], []]
-        bounds = (on_device([0, *accumulate(x)], torch.int32, device) for x in lengths)
-        return cls(queries, visible, on_device(visible, torch.int64, device), *bounds)
+        extents = on_device(visible, torch.int64, device)
+        present = [start < stop for _, start, stop in queries]
+        chosen = [list(compress(tokens, present)) for tokens in (queries, visible)]
+        lengths = ([stop - start for _, start, stop in tokens] for tokens in chosen)
+        query_bounds, key_bounds = (on_device([0, *accumulate(x)], torch.int32, device) for x in lengths)
+        return cls(chosen[0], chosen[1], extents, query_bounds, key_bounds)
 
 
 def find_runs(placement: Placement, batch: int, length: int, documents: Sequence[Sequence[int]] | None) -> Runs:

@@ -77,31 +77,23 @@ def filter_in_two_phases(
     if op.count_spans is not None:
         spans = op.count_spans(tokens[2], call.placement.world)
         spans = spans if call.length % (parts * spans) == 0 else 1
-    if call.context.documents is not None or parts * spans == 1:
-        return _filter(call, op, function, lower, tokens, arguments)
-    call.participants += 1
-    rows, shape = call.in_rows(spans), tokens[0].shape[:2]
-    arguments = {
-        name: rows.cut(x) if isinstance(x, Tensor) and x.shape[:2] == shape else x for name, x in arguments.items()
-    }
-    q, k, v = map(rows.cut, tokens)
-    mean, variance, final = _filter(rows, op, function, lower, (q, k, v), arguments | {"segments": None})
-    variance = None if variance is None else rows.join(variance)
-    return Filtered(rows.join(mean), variance, op.belief(*map(rows.after_parts, final)))
-
-
-def _filter(
-    call: Call,
-    op: OpSpec,
-    function: Callable[..., Filtered],
-    lower: Lower,
-    tokens: tuple[Tensor, Tensor, Tensor],
-    arguments: dict[str, Any],
-) -> Filtered:
+    rows = None
+    if call.context.documents is None and parts * spans > 1:
+        call.participants += 1
+        call = rows = call.in_rows(spans)
+        shape = tokens[0].shape[:2]
+        arguments = {
+            name: rows.cut(x) if isinstance(x, Tensor) and x.shape[:2] == shape else x for name, x in arguments.items()
+        } | {"segments": None}
+        q, k, v = map(rows.cut, tokens)
+        tokens = q, k, v
     tensors = {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
     options = {name: x for name, x in arguments.items() if name not in tensors}
     memory = MemoryCall(call, op, function, lower, options, tuple(tensors))
     mean, variance, *belief = call.context.uncompiled(_TwoPhases.apply, memory, *tokens, *tensors.values())
+    if rows is not None:
+        mean, variance = rows.join(mean), None if variance is None else rows.join(variance)
+        belief = map(rows.after_parts, belief)
     return Filtered(mean, variance, op.belief(*belief))
 
 

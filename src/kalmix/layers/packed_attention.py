@@ -70,11 +70,10 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     q, k = q.to(v.dtype), k.to(v.dtype)
     batch, length = q.shape[:2]
     flat = q.new_zeros(batch * length, *q.shape[2:])
-    pairs = [(x, y) for x, y in zip(runs.queries, runs.visible, strict=True) if x[1] < x[2]]
-    if not pairs:
+    if not runs.queries:
         return (flat + dependent_zero(q, k, v)).view(q.shape)
-    query = [q[row, start:stop] for (row, start, stop), _ in pairs]
-    key, value = ([x[row, start:stop] for _, (row, start, stop) in pairs] for x in (k, v))
+    query = [q[row, start:stop] for row, start, stop in runs.queries]
+    key, value = ([x[row, start:stop] for row, start, stop in runs.visible] for x in (k, v))
     if _can_use_flash(q):
         lengths = (max(map(len, parts)) for parts in (query, key))
         options = {"window_size": (-1, 0), **(_FLASH["shared"] if q.shape[2] != k.shape[2] else {})}
@@ -82,7 +81,7 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
         output = _FLASH["attend"](*tensors, runs.query_bounds, runs.key_bounds, *lengths, **options)
     else:
         output = torch.cat([_attend_to_earlier(*x) for x in zip(query, key, value, strict=True)])
-    places = [(row * length + start, row * length + stop) for (row, start, stop), _ in pairs]
+    places = [(row * length + start, row * length + stop) for row, start, stop in runs.queries]
     index = torch.cat([torch.arange(first, end, device=q.device) for first, end in places])
     return flat.index_copy(0, index, output).view(q.shape)
 
