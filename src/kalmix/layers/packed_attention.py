@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kalmix.distributed.attention_blocks import Tile, attend_tiles, group_rows, has_fused_kernel
 from kalmix.distributed.layout import KeyRuns
 from kalmix.segments import Segments, of_tokens
 from kalmix.types import dependent_zero
@@ -16,6 +17,7 @@ from kalmix.types import dependent_zero
 _FLASH: dict[str, Any] = {}  # PyTorch's function, and its options if query heads share keys; see `load_flash_attention`
 _SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
 _BITS = 20  # of the index of a sequence, where its largest value is unknown
+_TILES = 4  # as many calls of a kernel may replace one for sequences of different lengths: two runs of unpacked rows
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_ids: Tensor) -> Tensor:
@@ -56,6 +58,9 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     """Compute causal softmax attention of runs of tokens to the keys of their documents.
 
+    Runs of unpacked rows are cut into keys that all queries see, and a causal square. PyTorch's fastest kernel, that of
+    cuDNN on Hopper, knows no causal rectangles whose last query sees all keys.
+
     Args:
         q: queries `[B, T, H, W]`.
         k: keys `[B, S, G, W]`. G divides H.
@@ -72,6 +77,10 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     flat = q.new_zeros(batch * length, *q.shape[2:])
     if not runs.queries:
         return (flat + dependent_zero(q, k, v)).view(q.shape)
+    tiles = tiles_of_runs(runs)
+    if len(tiles) <= _TILES and has_fused_kernel(q):
+        with torch.autocast(q.device.type, enabled=False):
+            return attend_tiles(q, k, v, tiles)
     query = [q[row, start:stop] for row, start, stop in runs.queries]
     key, value = ([x[row, start:stop] for row, start, stop in runs.visible] for x in (k, v))
     if _can_use_flash(q):
@@ -84,6 +93,17 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     places = [(row * length + start, row * length + stop) for row, start, stop in runs.queries]
     index = torch.cat([torch.arange(first, end, device=q.device) for first, end in places])
     return flat.index_copy(0, index, output).view(q.shape)
+
+
+def tiles_of_runs(runs: KeyRuns) -> list[Tile]:
+    """Return tiles of queries and the keys that all of them see, and causal squares of queries and their own keys."""
+    rectangles = []
+    for (row, start, stop), (_, first, last) in zip(runs.queries, runs.visible, strict=True):
+        own = last - (stop - start)
+        rectangles.append((row, start, stop, own, last, True))
+        if first < own:
+            rectangles.append((row, start, stop, first, own, False))
+    return group_rows(rectangles)
 
 
 def _attend_to_earlier(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
