@@ -223,3 +223,21 @@ def test_attention_map_weights_the_values():
         assert (weights.triu(1) == 0).all() and (weights >= 0).all()
         layer, x, horizon = built(value_dynamics=True), x[:, :1], times[:, :1]
         torch.testing.assert_close(layer.predict_from_token(x, horizon), layer(x, horizon=horizon)[0])
+
+
+def test_initial_weights():
+    """The start "attention" weights tokens by content and lag, by head; the start "filter" hardly by content."""
+    x = torch.randn(8, 256, 128, generator=torch.Generator().manual_seed(0))
+    content, lags = {}, {}
+    for initial in ("filter", "attention"):
+        torch.manual_seed(0)
+        layer = AdaptiveFilterAttention(128, heads=4, initial=initial)
+        with torch.no_grad():
+            weights = layer.attention_map(x)[:, :, -1]  # of the last query, decay included
+        lag = torch.arange(255.0, -1, -1)
+        lags[initial] = ((weights * lag).sum(-1) / weights.sum(-1)).mean(0)
+        content[initial] = weights[..., -33:-1].log().std(0).mean(-1)  # between rows, at equal lags
+    assert (content["filter"] < 0.1).all() and (content["attention"] > 0.4).all()
+    assert lags["attention"][0] < 5 and lags["attention"][-1] > 100 and lags["attention"].diff().min() > 0
+    with pytest.raises(ArgumentError, match="initial"):
+        AdaptiveFilterAttention(128, initial="random")

@@ -127,6 +127,9 @@ def test_state_dynamics():
         scale = 1.0 if name in ("key_noise", "query_noise") else 2.0
         torch.testing.assert_close(getattr(slower, name), scale * getattr(known, name))
     assert (StateDynamics(3, 5, None)(torch.float32).frequency == 0).all()
+    spread = StateDynamics(4, 5, None, initial="attention")(torch.float32)
+    torch.testing.assert_close(spread.process_noise, torch.tensor([1e-1, 1e-2, 1e-3, 1e-4]), rtol=2e-2, atol=0)
+    torch.testing.assert_close(spread.log_decay, torch.tensor([-1e-2, -1e-3, -1e-4, -1e-5]), rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("raw", [-80.0, 80.0])

@@ -64,6 +64,9 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         predict: "step" predicts the state (1 - g) v + g z at the horizon, as published; "gate" mixes the state and that
             prediction by a gate computed from the token (section 3.1); `None` returns the state and ignores `horizon`.
         confidence: whether z is multiplied by a gate computed from its precision, 1 / variance (appendix B.2).
+        initial: start of training. "attention": process noises from 0.1 (first head) to 0.0001 (last head), rates of a
+            tenth of them, and a temperature of C (sqrt(8 C) if `normalize`), so that weights depend on content from
+            the start; "filter": a rate in [0.001, 0.1], a process noise of 0.1 and a temperature of 1.
         kernel: name of a kernel of `kalmix.ops.attend`; by default chosen by device, dtype and shape.
 
     Raises:
@@ -113,6 +116,7 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         normalize: bool = False,
         predict: str | None = "step",
         confidence: bool = False,
+        initial: str = "filter",
         kernel: str | None = None,
     ) -> None:
         check_positive_int("iterations", iterations)
@@ -120,16 +124,19 @@ class AdaptiveFilterAttention(TrajectoryLayer):
         check_choice("weight", weight, get_args(Weight))
         sizes = complex_heads(hidden_size, heads, head_dim)
         options = {"rotary_base": rotary_base, "predict": predict, "confidence": confidence, "kernel": kernel}
-        super().__init__(hidden_size, sizes, **options)
+        super().__init__(hidden_size, sizes, **options, initial=initial)
         heads, channels = sizes.heads, sizes.key_width
         self.iterations = iterations
         self.weight = weight
         self.window = window
         self.normalize = normalize
         self.value_dynamics: StateDynamics | None = (
-            StateDynamics(heads, channels, rotary_base) if value_dynamics else None
+            StateDynamics(heads, channels, rotary_base, initial=initial) if value_dynamics else None
         )
-        self.robust_weights: RobustWeights = RobustWeights(heads, nu=1.0 if normalize else 2.0 * channels, floor=floor)
+        temperature = 1.0 if initial == "filter" else (8.0 * channels) ** 0.5 if normalize else float(channels)
+        self.robust_weights: RobustWeights = RobustWeights(
+            heads, nu=1.0 if normalize else 2.0 * channels, floor=floor, temperature=temperature
+        )
 
     def dynamics_parameters(self) -> Iterator[nn.Parameter]:
         """Return rates, steps, frequencies and noises of keys and values."""

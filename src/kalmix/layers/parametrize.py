@@ -34,6 +34,11 @@ STATE_VARIANCES = {
     "key_noise": {"initial": 1.0, "floor": 1e-4},
     "query_noise": {"initial": 1.0, "floor": 1e-4},
 }
+STARTS = ("filter", "attention")
+# With the start "attention": process noises from the first head to the last, and rates relative to them. With higher
+# rates, old keys would decay to zero faster than their variance grows, and get more weight than new ones.
+INITIAL_PROCESS_NOISES = (1e-1, 1e-4)
+RATE_PER_PROCESS_NOISE = 0.1
 
 
 def noise_variance(raw: Tensor, floor: float = NOISE_FLOOR) -> Tensor:
@@ -249,14 +254,25 @@ class StateDynamics(nn.Module):
         rotary_base: the slowest channel initially rotates once in about 2 pi `rotary_base` units of time; `None`: no
             channel rotates.
         parts: shape of the noises of one head; they are `[H, *parts]`.
+        initial: "filter" for the values above; "attention" for process noises from 0.1 (first head) to 0.0001
+            (last head), evenly spaced as logarithms, and rates of a tenth of them.
     """
 
-    def __init__(self, heads: int, channels: int, rotary_base: float | None, parts: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        heads: int,
+        channels: int,
+        rotary_base: float | None,
+        parts: tuple[int, ...] = (),
+        initial: str = "filter",
+    ) -> None:
         super().__init__()
+        check_choice("initial", initial, STARTS)
         if rotary_base is not None:
             check_number("rotary_base", rotary_base)
         self.channels = channels
         self.rotary_base = rotary_base
+        self.initial = initial
         self.log_rate: nn.Parameter = nn.Parameter(torch.empty(heads))
         self.log_step: nn.Parameter = nn.Parameter(torch.empty(heads))
         self.process_noise: nn.Parameter = nn.Parameter(torch.empty(heads, *parts))
@@ -272,6 +288,13 @@ class StateDynamics(nn.Module):
         nn.init.zeros_(self.log_step)
         for name, variance in STATE_VARIANCES.items():
             nn.init.constant_(self.get_parameter(name), math.log(math.expm1(variance["initial"])))
+        if self.initial == "attention":
+            with torch.no_grad():
+                noises = torch.logspace(*map(math.log10, INITIAL_PROCESS_NOISES), len(self.process_noise))
+                log_rate = (RATE_PER_PROCESS_NOISE * noises).log()
+                below = -8 * (-log_rate / 8 - 1).exp()  # inverse of `positive` below e^-8
+                self.log_rate.copy_(torch.where(log_rate < -8, below, log_rate))
+                self.process_noise.copy_(noises.expm1().log().view(-1, *[1] * (self.process_noise.ndim - 1)))
         if self.frequency is not None and self.rotary_base is not None:
             pairs = self.frequency.shape[1]
             with torch.no_grad():

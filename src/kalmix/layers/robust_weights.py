@@ -17,17 +17,21 @@ from kalmix.types import belief_dtype
 class RobustWeights(nn.Module):
     """Learned parameters of the robust attention weights of `kalmix.ops.attend`, `[H]` or `[H, parts]` each.
 
-    nu and the temperature are learned as logarithms (see `positive`); the temperature is 1 at first.
+    nu and the temperature are learned as logarithms (see `positive`).
 
     Args:
         heads: H.
         nu: initial value: the squared residual, in units of its variance, at which a token's weight is halved. A tuple
             gives one value per part.
         floor: whether to learn a number >= 0, initially 0.01, that is added to the decay of keys.
+        temperature: its initial value, of all parts.
     """
 
-    def __init__(self, heads: int, nu: float | tuple[float, ...], floor: bool = False) -> None:
+    def __init__(
+        self, heads: int, nu: float | tuple[float, ...], floor: bool = False, temperature: float = 1.0
+    ) -> None:
         super().__init__()
+        self.temperature = temperature
         self.nu = nu
         parts = len(nu) if isinstance(nu, tuple) else 0
         self.log_nu: nn.Parameter = nn.Parameter(torch.empty(heads, parts) if parts else torch.empty(heads))
@@ -39,7 +43,7 @@ class RobustWeights(nn.Module):
         """Set the initial values; see the class."""
         with torch.no_grad():
             self.log_nu.copy_(torch.tensor(self.nu).log())
-        nn.init.zeros_(self.log_temperature)
+        nn.init.constant_(self.log_temperature, math.log(self.temperature))
         if self.floor is not None:
             nn.init.constant_(self.floor, math.log(math.expm1(0.01)))
 

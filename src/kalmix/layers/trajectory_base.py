@@ -92,6 +92,7 @@ class TrajectoryLayer(Mixer):
             the estimate.
         confidence: whether to weight the estimate by `ConfidenceGate`.
         kernel: name of a kernel of the op; by default chosen by device, dtype and shape.
+        initial: initial rates and noises; see `StateDynamics`.
     """
 
     state_type: ClassVar[type] = HistoryBelief  # type of the layer's state
@@ -107,6 +108,7 @@ class TrajectoryLayer(Mixer):
         predict: str | None = "step",
         confidence: bool = False,
         kernel: str | None = None,
+        initial: str = "filter",
     ) -> None:
         super().__init__(hidden_size)
         if predict is not None:
@@ -116,7 +118,7 @@ class TrajectoryLayer(Mixer):
         self.kernel = kernel
         columns = 2 * sizes.keys
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 3 * columns)
-        self.dynamics: StateDynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts)
+        self.dynamics: StateDynamics = StateDynamics(sizes.heads, sizes.key_width, rotary_base, parts, initial)
         self.residual: nn.Parameter = nn.Parameter(torch.empty(sizes.heads))
         self.confidence: ConfidenceGate | None = ConfidenceGate(sizes.heads) if confidence else None
         self.prediction_gate: PredictionGate | None = (
