@@ -26,6 +26,7 @@ OPTIONS: dict[str, Block] = {
     "bayesian-decay-per-key": {"mixer": "bayesian", "decays_per_head": "key"},
     "gated-kalmanet": {"mixer": "gated-kalmanet"},
     "afa": {"mixer": "afa"},
+    "afa-attention-start": {"mixer": "afa", "initial": "attention"},
 }
 HYBRIDS = tuple(name + HYBRID for name in ("gated-deltanet", "kla", "bayesian", "gated-kalmanet"))
 LAYERS = (*OPTIONS, *HYBRIDS)

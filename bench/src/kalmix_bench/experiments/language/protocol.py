@@ -136,8 +136,8 @@ PRESETS = {
         tune=replace(_SHORT, tokens=10_000_000, batch_tokens=1 << 15, eval_tokens=1 << 17),
         main=replace(_MAIN, tokens=30_000_000, batch_tokens=1 << 16, eval_tokens=6 << 16),
         layers=(  # the first ones are those to repeat with further seeds
-            *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa", "mamba2", "gated-kalmanet"),
-            *("attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention"),
+            *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa-attention-start", "mamba2"),
+            *("gated-kalmanet", "attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention", "afa"),
         ),
         rates=(2e-3, 4e-3, 8e-3, 1.6e-2),
     )
