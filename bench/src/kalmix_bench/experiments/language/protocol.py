@@ -139,18 +139,14 @@ PRESETS = {
             *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa-attention-start", "mamba2"),
             *("gated-kalmanet", "attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention", "afa"),
         ),
-        rates=(2e-3, 4e-3, 8e-3, 1.6e-2),
-    )
-    .with_zero_init(True)
-    .with_embedding_norm(True),
+        rates=(1e-3, 2e-3, 4e-3, 8e-3),
+    ).with_zero_init(True),
     "paper": Preset(
         tune=replace(_MAIN, model=_SHORT.model, tokens=50_000_000, batch_tokens=1 << 17),
         main=_MAIN,
         layers=LAYERS,
         rates=(1e-3, 2e-3, 4e-3),
-    )
-    .with_zero_init(True)
-    .with_embedding_norm(True),
+    ).with_zero_init(True),
 }
 
 
