@@ -22,7 +22,6 @@ with optional_imports():
     from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.components.optimizer import OptimizersContainer, ParamGroupConfig
     from torchtitan.config import TORCH_DTYPE_MAP, TrainingConfig
-    from torchtitan.distributed.compile import apply_compile
     from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
     from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
     from torchtitan.protocols.model import BaseModel
@@ -148,7 +147,7 @@ class TitanModel(BaseModel):
         if self.enable_weight_tying:
             self.lm_head.weight = self.tok_embeddings.weight
         whole: dict[str, Any] = {}
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]):
             if torch.distributed.get_rank() == 0:
                 whole = dict(KalmixForCausalLM(self.config.kalmix()).state_dict())
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -171,7 +170,7 @@ class TitanModel(BaseModel):
 def parallelize(
     model: TitanModel, *, parallel_dims: Any, training: Any, parallelism: Any, compile_config: Any, **others: Any
 ) -> TitanModel:
-    """Apply activation checkpointing, compile each block, and shard the model by FSDP2 with dynamics in float32.
+    """Compile each block, apply activation checkpointing, and shard the model by FSDP2 with dynamics in float32.
 
     Args:
         model: model on the device "meta".
@@ -184,10 +183,12 @@ def parallelize(
     Returns:
         The model.
     """
+    if compile_config.enable and "model" in compile_config.components:
+        # Not torchtitan's `apply_compile`: hooks of FSDP2 around dynamics break graphs, which must be whole there.
+        for block in model.layers.values():
+            block.compile(backend=compile_config.backend)
     if (ac_config := others["ac_config"]) is not None:
         ac_config.build(dump_folder=others["dump_folder"]).apply(model.model)
-    if compile_config.enable and "model" in compile_config.components:
-        apply_compile(model.model, compile_config=compile_config, parallel_dims=parallel_dims)
     shards = "fsdp" if parallelism.spmd_backend == "partial_dtensor" else "dp_shard"
     mesh = parallel_dims.get_mesh(["dp_replicate", shards] if parallel_dims.dp_replicate_enabled else [shards])
     shard_dynamics(model, mesh)

@@ -193,6 +193,7 @@ MISSING = [
     ((), "import kalmix.analysis.plots", "pip install 'kalmix["),
     ((), "import kalmix.analysis.text_diagnostics", "pip install 'kalmix[hf]'"),
     ((), "import kalmix.models.vision.timm", "pip install 'kalmix[vision]'"),
+    ((), "import kalmix.titan", "pip install 'kalmix[titan]'"),
     (("cli",), CLI.format("train"), "pip install 'kalmix[train]'"),
     (("cli",), "from kalmix.training.shards import Order, Shards, TokenLoader", ""),  # reading needs NumPy alone
     (("cli",), CLI.format("data prepare . --output s"), "pip install 'kalmix[hf]'"),

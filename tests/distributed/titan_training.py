@@ -93,7 +93,8 @@ def run(rank: int, world: int, folder: str, port: int, options: list[str]) -> No
             trainer.train()
         trainer.close()
     if rank == 0:
-        (Path(folder) / "seen.json").write_text(json.dumps({"losses": losses, "dtypes": dtypes}))
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        (Path(folder) / "seen.json").write_text(json.dumps({"losses": losses, "dtypes": dtypes, "graphs": graphs}))
     distributed.destroy_process_group()
 
 
