@@ -31,6 +31,7 @@ with optional_imports():
 
 from kalmix.distributed import shard_dynamics
 from kalmix.errors import ArgumentError
+from kalmix.files import read_json
 from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer_groups
 from kalmix.models.losses import cap_logits
 from kalmix.training.estimates import flops_per_token
@@ -53,7 +54,7 @@ class TitanHead(nn.Linear):
         self.weight = head.weight
         self.cap = cap
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return logits `[..., vocab_size]` of hidden states `[..., D]`."""
         return cap_logits(super().forward(hidden), self.cap)
 
@@ -87,7 +88,8 @@ class TitanModel(BaseModel):
 
             Raises:
                 ArgumentError: a kind of parallelism or offload is not served, the loss is "marginal", or
-                    `hf_assets_path` has no config.json.
+                    `hf_assets_path` has no config.json of a model of kalmix.
+                FileError: config.json is damaged.
             """
             for kind in DEGREES:
                 name = f"{kind}_parallel_degree"
@@ -97,10 +99,12 @@ class TitanModel(BaseModel):
             if config.training.enable_cpu_offload:
                 raise ArgumentError("enable_cpu_offload", got=True, expected="False for models of kalmix")
             if self.settings is None:
-                if not (Path(config.hf_assets_path) / "config.json").is_file():
+                file = Path(config.hf_assets_path) / "config.json"
+                settings = read_json(file) if file.is_file() else {}
+                if settings.get("model_type") != KalmixConfig.model_type:
                     expected = "a folder with the config.json of a model of kalmix"
                     raise ArgumentError("hf_assets_path", got=repr(config.hf_assets_path), expected=expected)
-                self.settings = KalmixConfig.from_pretrained(config.hf_assets_path).to_diff_dict()
+                self.settings = settings
             if self.kalmix().loss != "cross-entropy":
                 raise ArgumentError("loss", got=repr(self.kalmix().loss), expected="'cross-entropy' under torchtitan")
 
@@ -116,6 +120,7 @@ class TitanModel(BaseModel):
         super().__init__()
         self.config = config
         model = KalmixForCausalLM(config.kalmix())
+        assert isinstance(model.lm_head, nn.Linear)
         self.enable_weight_tying = bool(model.config.tie_word_embeddings)
         self.model = model.model
         self.lm_head = TitanHead(model.lm_head, model.config.logit_cap)
@@ -192,8 +197,9 @@ def parallelize(
     shards = "fsdp" if parallelism.spmd_backend == "partial_dtensor" else "dp_shard"
     mesh = parallel_dims.get_mesh(["dp_replicate", shards] if parallel_dims.dp_replicate_enabled else [shards])
     shard_dynamics(model, mesh)
+    decoder: Any = model  # it has the attributes of torchtitan's `Decoder` that are used
     apply_fsdp_to_decoder(
-        model,
+        decoder,
         mesh,
         param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
@@ -211,6 +217,8 @@ class TitanAdapter(StateDictAdapter):
         model_config: configuration of the model.
         hf_assets_path: folder of the model.
     """
+
+    model_config: TitanModel.Config
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the weights as `save_pretrained` writes them: without a head that is tied to the embedding."""

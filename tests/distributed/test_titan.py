@@ -118,5 +118,8 @@ def test_what_is_not_served_is_refused_in_one_sentence(tmp_path: Path):
         configure(training__enable_cpu_offload=True)
     with pytest.raises(ArgumentError, match="`loss` is 'marginal'"):
         configure(settings={**SIZES, "layers": ["kla"], "loss": "marginal"})
-    with pytest.raises(ArgumentError, match=r"expected a folder with the config\.json"):
-        configure(settings=None, hf_assets_path=str(tmp_path))
+    for text in (None, '{"model_type": "llama", "hidden_size": 16}'):
+        if text is not None:
+            (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ArgumentError, match=r"expected a folder with the config\.json of a model of kalmix"):
+            configure(settings=None, hf_assets_path=str(tmp_path))
