@@ -32,7 +32,7 @@ with optional_imports():
 from kalmix.distributed import shard_dynamics
 from kalmix.errors import ArgumentError
 from kalmix.files import read_json
-from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer_groups
+from kalmix.models import KalmixConfig, KalmixForCausalLM, KalmixModel, optimizer_groups
 from kalmix.models.losses import cap_logits
 from kalmix.training.estimates import flops_per_token
 
@@ -52,7 +52,7 @@ class TitanHead(nn.Linear):
     def __init__(self, head: nn.Linear, cap: float | None) -> None:
         super().__init__(head.in_features, head.out_features, bias=False, device="meta")
         self.weight = head.weight
-        self.cap = cap
+        self.cap: float | None = cap
 
     def forward(self, hidden: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return logits `[..., vocab_size]` of hidden states `[..., D]`."""
@@ -118,24 +118,36 @@ class TitanModel(BaseModel):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.config = config
+        self.config: TitanModel.Config = config
         model = KalmixForCausalLM(config.kalmix())
         assert isinstance(model.lm_head, nn.Linear)
-        self.enable_weight_tying = bool(model.config.tie_word_embeddings)
-        self.model = model.model
-        self.lm_head = TitanHead(model.lm_head, model.config.logit_cap)
+        self.enable_weight_tying: bool = bool(model.config.tie_word_embeddings)
+        self.model: KalmixModel = model.model
+        self.lm_head: TitanHead = TitanHead(model.lm_head, model.config.logit_cap)
 
     # Names by which torchtitan shards a model.
-    tok_embeddings = property(lambda self: self.model.embed_tokens)
-    norm = property(lambda self: self.model.norm)
-    layers = property(lambda self: dict(self.model.layers.named_children()))
+
+    @property
+    def tok_embeddings(self) -> nn.Module:
+        """Embedding."""
+        return self.model.embed_tokens
+
+    @property
+    def norm(self) -> nn.Module:
+        """Norm after the last block."""
+        return self.model.norm
+
+    @property
+    def layers(self) -> dict[str, nn.Module]:
+        """Blocks by their index."""
+        return dict(self.model.layers.named_children())
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding, as models for transformers do."""
+        """Return the embedding, for `optimizer_groups`."""
         return self.tok_embeddings
 
     def get_output_embeddings(self) -> nn.Module:
-        """Return the output head, as models for transformers do."""
+        """Return the output head, for `optimizer_groups`."""
         return self.lm_head
 
     def verify_module_protocol(self) -> None:
