@@ -162,7 +162,7 @@ class TitanModel(BaseModel):
             buffer_device: ignored; there are no buffers.
         """
         if self.enable_weight_tying:
-            self.lm_head.weight = self.tok_embeddings.weight
+            self.lm_head.weight = self.tok_embeddings.get_parameter("weight")
         whole: dict[str, Any] = {}
         with torch.random.fork_rng(devices=[]):
             if torch.distributed.get_rank() == 0:
