@@ -290,7 +290,8 @@ class StateDynamics(nn.Module):
             nn.init.constant_(self.get_parameter(name), math.log(math.expm1(variance["initial"])))
         if self.initial == "attention":
             with torch.no_grad():
-                noises = torch.logspace(*map(math.log10, INITIAL_PROCESS_NOISES), len(self.process_noise))
+                first, last = map(math.log10, INITIAL_PROCESS_NOISES)
+                noises = torch.logspace(first, last, len(self.process_noise))
                 log_rate = (RATE_PER_PROCESS_NOISE * noises).log()
                 below = -8 * (-log_rate / 8 - 1).exp()  # inverse of `positive` below e^-8
                 self.log_rate.copy_(torch.where(log_rate < -8, below, log_rate))
