@@ -157,8 +157,8 @@ def check_positive_int(name: str, value: object) -> None:
 def check_number(name: str, value: float, minimum: float = torch.finfo(torch.float32).tiny) -> None:
     """Check that a number is finite and at least `minimum`; by default, that it is positive."""
     if not isinstance(value, int | float) or isinstance(value, bool) or not minimum <= value <= MAX_FLOAT:
-        bound = "of at least 0" if minimum == 0 else "above 0"
-        raise ArgumentError(name, got=repr(value), expected=f"a finite number {bound}")
+        bound = "" if minimum < 0 else " of at least 0" if minimum == 0 else " above 0"
+        raise ArgumentError(name, got=repr(value), expected=f"a finite number{bound}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[str]) -> None:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import kalmix
 from kalmix import designs
 from kalmix.layers import KLA
+from kalmix.layers.fused import l2_normalize
 from kalmix.layers.modules import sample_gaussian
 
 from .conftest import shake
@@ -37,6 +38,39 @@ def test_against_the_paper_written_out():
     # QK norm adds 1e-6 to the squared length, so that zero keys stay zero: 5e-7 of keys of length 1.
     torch.testing.assert_close(got.mean, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.variance, spread, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rank", [None, 2])
+def test_the_block_of_the_language_models(rank):
+    """Values are the outputs of the convolution, and the rank is that of the projection to the noise alone."""
+    torch.manual_seed(0)
+    layer = KLA(6, slots=3, rank=rank, value="conv", initial_skip=-1.0)
+    assert (layer.skip == -1).all()
+    shake(layer)
+    x = torch.randn(2, 7, 6)
+    signals, (z, _), _ = layer.signals(x)
+    assert torch.equal(signals["v"][:, :, 0], z)
+    q, k, code = (z @ layer.signal_proj.weight.T).split([3, 3, rank or 6], dim=-1)
+    noise = code if rank is None else code @ layer.value_proj.weight.T
+    torch.testing.assert_close(signals["precision"][:, :, 0], 1 / (F.softplus(noise) + 1e-4))
+    torch.testing.assert_close(signals["k"][:, :, 0], l2_normalize(k))
+    torch.testing.assert_close(signals["q"][:, :, 0], l2_normalize(q))
+    for option, wrong in (("value", "z"), ("diffusion", "p"), ("initial_skip", math.nan)):
+        with pytest.raises(kalmix.ArgumentError, match=option):
+            KLA(6, **{option: wrong})
+
+
+def test_diffusion_is_a_variance_or_a_deviation():
+    """With p = 0.01, the process noise is proportional to p in the authors' code, and to p^2 in equation 8."""
+    torch.manual_seed(0)
+    variance, deviation = (KLA(6, slots=3, diffusion=name).dynamics for name in ("variance", "deviation"))
+    deviation.load_state_dict(variance.state_dict())
+    for p in (0.01, 0.5):
+        for dynamics in (variance, deviation):
+            torch.nn.init.constant_(dynamics.log_diffusion, math.log(p))
+        (decay, noise), (same, less) = variance(torch.float32), deviation(torch.float32)
+        assert torch.equal(decay, same)
+        torch.testing.assert_close(less, p * noise)
 
 
 def test_variance_against_samples():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,7 +33,9 @@ from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
-from kalmix.validation import check_positive_int
+from kalmix.validation import check_choice, check_number, check_positive_int
+
+VALUES = ("projected", "conv")
 
 
 @loadable
@@ -87,7 +90,13 @@ class KLA(Mixer):
         expand: number of channels divided by D, an integer >= 1; 1 in the paper.
         discretization: "ou" (exact Ornstein-Uhlenbeck process, equation 8) or "zoh" (zero-order hold, an ablation).
         process_noise: False fixes the process noise at 0 (ablation of section 5.6).
-        rank: rank of the one projection to v and noise, >= 1; full rank by default.
+        rank: rank of the one projection to v and noise (to the noise if `value` is "conv"), >= 1; by default full rank.
+        value: "projected": v is a projection of z, as published; "conv": v is z, as in the language models of the
+            authors' code, which project the noise with a rank of D / 8, rounded up.
+        diffusion: how the process noise depends on its parameter p, initially 0.01. "variance": it is
+            p (1 - exp(-2 a s)) / (2 a) for the rate a and the step s, as in the authors' code; "deviation": p^2 is in
+            place of p, as in equation 8.
+        initial_skip: initial skip; -1 in the authors' code.
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:
@@ -128,29 +137,35 @@ class KLA(Mixer):
         discretization: str = "ou",
         process_noise: bool = True,
         rank: int | None = None,
+        value: str = "projected",
+        diffusion: str = "variance",
+        initial_skip: float = 1.0,
         kernel: str | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        for name, value in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
-            check_positive_int(name, value)
+        for name, size in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
+            check_positive_int(name, size)
+        check_choice("value", value, VALUES)
+        check_number("initial_skip", initial_skip, minimum=-math.inf)
         channels = expand * hidden_size
         self.slots = slots
         self.channels: int = channels
         self.kernel = kernel
         self.in_proj: nn.Linear = nn.Linear(hidden_size, 2 * channels, bias=False)
         self.conv: ShortConvolution = ShortConvolution(channels, activation="silu")
-        self.signal_proj: nn.Linear = nn.Linear(
-            channels, (2 * channels if rank is None else rank) + 2 * slots, bias=False
-        )
-        self.value_proj: nn.Linear | None = None if rank is None else nn.Linear(rank, 2 * channels, bias=False)
-        self.dynamics: CellDynamics = CellDynamics(slots, channels, discretization, process_noise)
+        wide = channels if value == "conv" else 2 * channels  # noise, and the value if it is projected
+        self.value = value
+        self.initial_skip = initial_skip
+        self.signal_proj: nn.Linear = nn.Linear(channels, (wide if rank is None else rank) + 2 * slots, bias=False)
+        self.value_proj: nn.Linear | None = None if rank is None else nn.Linear(rank, wide, bias=False)
+        self.dynamics: CellDynamics = CellDynamics(slots, channels, discretization, process_noise, diffusion)
         self.skip: nn.Parameter = nn.Parameter(torch.empty(channels))
         self.out_proj: nn.Linear = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the skip to 1."""
-        nn.init.ones_(self.skip)
+        """Set the skip to its initial value."""
+        nn.init.constant_(self.skip, self.initial_skip)
 
     @classmethod
     def options_for_state_size(
@@ -164,13 +179,14 @@ class KLA(Mixer):
         channels, rank = self.channels, self.signal_proj.out_features - 2 * self.slots
         check_divides(self, "channels", channels, ranks)
         pair = Split(0, (channels, channels))
+        wide = Split(0, (channels,)) if self.value == "conv" else pair
         plan: Plan = {name: Split(0, (channels,)) for name, _ in self.named_parameters()}
         plan |= {name: Split(1, (channels,)) for name in plan if name.startswith(("dynamics.", "out_proj."))}
         if self.value_proj is None:
-            plan["signal_proj.weight"] = Split(0, pair.parts, shared=2 * self.slots)
+            plan["signal_proj.weight"] = Split(0, wide.parts, shared=2 * self.slots)
             return plan | {"in_proj.weight": pair}
         assert rank == self.value_proj.in_features
-        return plan | {"in_proj.weight": pair, "signal_proj.weight": SHARED, "value_proj.weight": pair}
+        return plan | {"in_proj.weight": pair, "signal_proj.weight": SHARED, "value_proj.weight": wide}
 
     def keep_heads(self, ranks: int, rank: int) -> None:
         """Change sizes to those of the channels of one rank."""
@@ -250,7 +266,8 @@ class KLA(Mixer):
             z, after = self.conv(z, conv_state, segments, segment_ids)
         projected = self.signal_proj(gather_channels(z, self.tensor_parallel))
         q, k, rest = projected.split([self.slots, self.slots, projected.shape[-1] - 2 * self.slots], dim=-1)
-        v, noise = (rest if self.value_proj is None else self.value_proj(rest)).chunk(2, dim=-1)
+        rest = rest if self.value_proj is None else self.value_proj(rest)
+        v, noise = (z, rest) if self.value == "conv" else rest.chunk(2, dim=-1)
         return RawCellSignals(q, k, v, noise), (z, gate), after
 
     def _activate(self, raw: RawCellSignals, dynamics: tuple[Tensor, Tensor]) -> dict[str, Any]:

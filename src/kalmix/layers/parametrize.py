@@ -34,6 +34,7 @@ STATE_VARIANCES = {
     "key_noise": {"initial": 1.0, "floor": 1e-4},
     "query_noise": {"initial": 1.0, "floor": 1e-4},
 }
+DIFFUSIONS = ("variance", "deviation")
 STARTS = ("filter", "attention")
 # With the start "attention": process noises from the first head to the last, and rates relative to them. With higher
 # rates, old keys would decay to zero faster than their variance grows, and get more weight than new ones.
@@ -55,19 +56,29 @@ class CellDynamics(nn.Module):
     """Learned, time-invariant decay and process noise of every cell (slot, channel).
 
     Parameters are logarithms (see `positive`), `[slots, channels]` each: of the rate alpha, initially 1; of the step
-    dt, initially log-uniform in [0.001, 0.1]; and of the diffusion c^2, initially 0.01.
+    dt, initially log-uniform in [0.001, 0.1]; and of the diffusion p, initially 0.01.
 
     Args:
         slots: number of slots.
         channels: number of channels.
         discretization: "ou" (`discretize_ou`) or "zoh" (`discretize_zoh`).
         process_noise: if False, the process noise is 0 and there is no diffusion parameter.
+        diffusion: "variance" if the process noise is proportional to p, or "deviation" if it is to p^2.
     """
 
-    def __init__(self, slots: int, channels: int, discretization: str = "ou", process_noise: bool = True) -> None:
+    def __init__(
+        self,
+        slots: int,
+        channels: int,
+        discretization: str = "ou",
+        process_noise: bool = True,
+        diffusion: str = "variance",
+    ) -> None:
         super().__init__()
         check_choice("discretization", discretization, DISCRETIZATIONS)
+        check_choice("diffusion", diffusion, DIFFUSIONS)
         self.discretization = discretization
+        self.diffusion = diffusion
         self.log_rate: nn.Parameter = nn.Parameter(torch.empty(slots, channels))
         self.log_step: nn.Parameter = nn.Parameter(torch.empty(slots, channels))
         self.log_diffusion: nn.Parameter | None = nn.Parameter(torch.empty(slots, channels)) if process_noise else None
@@ -88,9 +99,12 @@ class CellDynamics(nn.Module):
     def forward(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return log_decay <= 0 and process_noise >= 0, `[slots, channels]` each, in the dtype of beliefs."""
         diffusion = None if self.log_diffusion is None else self.log_diffusion.to(dtype)
-        return cell_dynamics(
+        log_decay, noise = cell_dynamics(
             self.log_rate.to(dtype), self.log_step.to(dtype), diffusion, zero_order_hold=self.discretization == "zoh"
         )
+        if diffusion is not None and self.diffusion == "deviation":
+            noise = noise * positive(diffusion)
+        return log_decay, noise
 
 
 class NoiseVariance(nn.Module):
@@ -290,7 +304,8 @@ class StateDynamics(nn.Module):
             nn.init.constant_(self.get_parameter(name), math.log(math.expm1(variance["initial"])))
         if self.initial == "attention":
             with torch.no_grad():
-                noises = torch.logspace(*map(math.log10, INITIAL_PROCESS_NOISES), len(self.process_noise))
+                first, last = map(math.log10, INITIAL_PROCESS_NOISES)
+                noises = torch.logspace(first, last, len(self.process_noise))
                 log_rate = (RATE_PER_PROCESS_NOISE * noises).log()
                 below = -8 * (-log_rate / 8 - 1).exp()  # inverse of `positive` below e^-8
                 self.log_rate.copy_(torch.where(log_rate < -8, below, log_rate))

@@ -120,6 +120,14 @@ class KalmixPreTrainedModel(PreTrainedModel):
             shard_dynamics(model, fsdp_mesh(distributed_config, mesh_manager))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
 
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """Write a checkpoint, as transformers does. Raise `RuntimeError` if each rank has some of the blocks only."""
+        if getattr(self, "_pp_stage", None) is not None:
+            raise RuntimeError(
+                "`save_pretrained` cannot write a model whose blocks are divided among ranks (`pp_size`)"
+            )
+        return super().save_pretrained(*args, **kwargs)
+
     def gather_sharded_state_dict_for_save(self, model_to_save: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return whole weights on the rank that saves them."""
         if self.heads_are_sharded:
@@ -307,7 +315,8 @@ class KalmixModel(KalmixPreTrainedModel):
         cache = given_cache({"cache": cache, "past_key_values": past_key_values})
         if cache is None and use_cache:
             cache = DynamicCache(config=self.config)
-        cache_layers = belief_layers(cache, len(self.layers))
+        every_layer = belief_layers(cache, len(self.layers))
+        cache_layers = self.layers.of_this_rank(every_layer) if every_layer else []
         has_past = len(cache_layers) > 0 and cache_layers[0].is_initialized
         layout = find_layout(
             *given.shape[:2],
@@ -343,6 +352,8 @@ class KalmixModel(KalmixPreTrainedModel):
             if not (chunked and tokens_to_keep) or end > bounds[-1] - tokens_to_keep:
                 kept.append(part.restore(self.norm(output.hidden_state)))
         assert output is not None
+        for layer in every_layer if len(every_layer) > len(cache_layers) else ():
+            layer.count_as(cache_layers[0])
         last_hidden_state = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         hidden_states = (*output.hidden_states, last_hidden_state)
         if tokens_to_keep:
@@ -360,7 +371,8 @@ class KalmixModel(KalmixPreTrainedModel):
     def _embed(self, x: Tensor) -> Tensor:
         """Embed token ids `[B, T]`; embedded tokens `[B, T, D]` are kept. Normalise if the model does so."""
         x = x if x.is_floating_point() else self.embed_tokens(x)
-        return x if self.embedding_norm is None else self.embedding_norm(x)
+        embedded = not isinstance(self.layers[0], nn.Identity)  # otherwise x comes from another rank
+        return self.embedding_norm(x) if self.embedding_norm is not None and embedded else x
 
 
 def _check_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, width: int) -> Tensor:

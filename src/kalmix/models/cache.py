@@ -143,6 +143,10 @@ class BeliefLayer(CacheLayerMixin):
         self.tensors = [_owned(x) for x in self.tensors]
         self.is_initialized = True
 
+    def count_as(self, other: BeliefLayer) -> None:
+        """Count as many tokens as another layer; the mixer of this one is on another rank."""
+        self.tokens = other.tokens
+
     def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
         """Return `None`: states are not updated in place."""
 

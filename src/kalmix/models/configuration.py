@@ -128,6 +128,11 @@ class KalmixConfig(PreTrainedConfig):
 
     model_type = "kalmix"
     base_model_tp_plan = {"embed_tokens": HEADS, "layers.*.mixer": HEADS}  # noqa: RUF012
+    base_model_pp_plan: ClassVar[Any] = {  # inputs and outputs of the parts, in order
+        "embed_tokens": (["input_ids"], ["inputs_embeds"]),
+        "layers": (["hidden_states"], ["hidden_states"]),
+        "norm": (["hidden_states"], ["hidden_states"]),
+    }
     keys_to_ignore_at_inference: ClassVar[list[str]] = [*CACHE_NAMES, "beliefs"]
     # The name in other models, by which clients that compute logits from the head's weight, such as TRL, find the cap.
     attribute_map: ClassVar[dict[str, str]] = {"final_logit_softcapping": "logit_cap"}

@@ -121,8 +121,9 @@ class BeliefGenerationMixin(GenerationMixin):
         if kept is not None:
             return kept
         cache = super()._prepare_static_cache(*args, batch_size=batch_size, **kwargs)  # pyright: ignore
+        stack = model.model.layers
         if kwargs.get("prefill_chunk_size") is not None:
-            for layer, mixer in zip(cache.layers, model.model.layers.mixers, strict=True):
+            for layer, mixer in zip(stack.of_this_rank(cache.layers), stack.mixers, strict=True):
                 layer.allocate(mixer, batch_size, model.dtype)
         if step is not None and step.keep_cache:
             step.cache = cache

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -114,6 +114,7 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
     accepts_loss_kwargs = True
     _tied_weights_keys = TIED_WEIGHTS
     _fsdp_plan = {"lm_head": "keep_full_weight"}  # noqa: RUF012
+    _pp_plan: ClassVar[Any] = {"lm_head": (["hidden_states"], ["logits"])}
     _tp_plan = {"lm_head": HEADS}  # noqa: RUF012  # a tied head needs an entry like the embedding's
 
     def __init__(self, config: KalmixConfig) -> None:

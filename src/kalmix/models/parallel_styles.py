@@ -36,14 +36,15 @@ def shard_loaded(model: Any) -> None:
     """Divide the heads of a model that transformers has loaded, if its configuration asks for tensor parallelism.
 
     Raises:
-        ArgumentError: the configuration combines it with FSDP2, or a layer cannot be divided.
+        ArgumentError: the configuration combines it with FSDP2 or pipeline parallelism, or a layer cannot be divided.
     """
     settings = getattr(model.config, "distributed_config", None)
     if settings is None or settings.tp_size == 1 or getattr(model, "_device_mesh", None) is None:
         return
-    if settings.fsdp_size > 1:
-        got = f"{settings.fsdp_size} with tp_size={settings.tp_size}"
-        raise ArgumentError("fsdp_size", got=got, expected="1 with tensor parallelism")
+    for name in ("fsdp_size", "pp_size"):
+        if (size := getattr(settings, name, None) or 1) > 1:
+            got = f"{size} with tp_size={settings.tp_size}"
+            raise ArgumentError(name, got=got, expected="1 with tensor parallelism")
     mesh = model._device_mesh
     shard_heads(model, mesh["tp"] if mesh.ndim > 1 else mesh)
     model.heads_are_sharded = True

@@ -157,20 +157,21 @@ class BlockStack(nn.ModuleList):
         """
         check_shape("x", x, "B T D", {} if self.hidden_size is None else {"D": self.hidden_size})
         check_dtype_and_device("x", x, FLOATS, x.device)
-        if states is not None and (not isinstance(states, list | tuple) or len(states) != len(self)):
+        blocks = self.blocks
+        if states is not None and (not isinstance(states, list | tuple) or len(states) != len(blocks)):
             got = f"has {len(states)} states" if isinstance(states, list | tuple) else f"is a {type(states).__name__}"
-            raise ArgumentError("states", problem=got, expected=f"{len(self)} states, one per block")
+            raise ArgumentError("states", problem=got, expected=f"{len(blocks)} states, one per block")
         if layout is not None and not isinstance(layout, InputLayout):
             raise ArgumentError("layout", got=f"a {type(layout).__name__}", expected="InputLayout(segments)")
-        if output_posterior and not (len(self) and self.last_block.mixer.has_posterior):
+        if output_posterior and not (blocks and self.last_block.mixer.has_posterior):
             last = [type(mixer).__name__ for mixer in self.mixers[-1:]]
             problem = f"ends with {last[0]}, which has no posterior" if last else "is empty"
             raise ArgumentError("layers", problem=problem, expected="a last layer with a posterior")
         collected: dict[str, list[Any]] = {"states": [], "mixer_inputs": [], "hidden_states": [], "beliefs": []}
         output, segments = None, None if layout is None else layout.segments
         update = None  # still to be added to x
-        for index, block in enumerate(self):
-            last = index == len(self) - 1
+        for index, block in enumerate(blocks):
+            last = index == len(blocks) - 1
             if output_hidden_states:
                 # The next block reads what is returned, so that gradients reach it.
                 shown = x if layout is None else layout.restore(x)
@@ -207,8 +208,20 @@ class BlockStack(nn.ModuleList):
         return StackOutput(x, **{name: tuple(values) for name, values in collected.items()}, posterior=posterior)
 
     @property
+    def blocks(self) -> list[Any]:
+        """Blocks in order; under pipeline parallelism of transformers those of this rank, and no others."""
+        return self.of_this_rank(self)
+
+    def of_this_rank(self, values: Iterable[Any]) -> list[Any]:
+        """Return those of the values, one for each block of the model, whose blocks this rank has.
+
+        Pipeline parallelism of transformers puts identities in place of the other blocks.
+        """
+        return [value for value, block in zip(values, self, strict=True) if not isinstance(block, nn.Identity)]
+
+    @property
     def mixers(self) -> list[Mixer]:
-        """Mixers of all blocks, in order."""
+        """Mixers of `blocks`."""
         return [block.mixer for block in self if isinstance(block, Block)]
 
     @property

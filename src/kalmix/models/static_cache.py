@@ -121,6 +121,11 @@ class StaticBeliefLayer(BeliefLayer, StaticLayer):
         self.window, self.rings = mixer.window, mixer.steps_in_place
         return rebuild(self.tensors, self.structure) if self.is_initialized else None
 
+    def count_as(self, other: BeliefLayer) -> None:
+        """Count as many tokens as another layer; the mixer of this one is on another rank."""
+        self.cumulative_length.fill_(other.get_seq_length())
+        self.is_initialized = True
+
     def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
         """Return the rows of the buffers as slots, if the mixer updates them in place for one token of each row."""
         steps = self.in_place and mixer.steps_in_place and x.shape[1] == 1 and not torch.is_grad_enabled()
