@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
+TITAN ?= .venv-titan
 BIN := $(VENV)/bin
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all test-oldest lint docs bench setup clean
+.PHONY: train test test-all test-oldest test-titan lint docs bench setup clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train-installed  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
@@ -20,6 +21,9 @@ test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" 
 
 test-oldest: $(OLDEST)/.installed  ## run the tests on the oldest supported torch and transformers; installs 4 GB
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal $(ARGS)
+
+test-titan: $(TITAN)/.installed  ## test training by torchtitan, which needs older packages than the other tests
+	$(TITAN)/bin/pytest -n 2 -m "slow or not slow" tests/distributed/test_titan.py $(ARGS)
 
 # pyright finds an installed package by the python of PATH.
 define TYPED
@@ -73,5 +77,11 @@ $(OLDEST)/.installed: pyproject.toml bench/pyproject.toml
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 'numpy<2.4' -e '.[dev]' -e ./bench
 	touch $@
 
+$(TITAN)/.installed: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[titan,triton]' pytest pytest-xdist
+	touch $@
+
 clean:
-	rm -rf $(VENV) $(OLDEST) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(TITAN) build dist .pytest_cache .ruff_cache
