@@ -11,6 +11,7 @@ from transformers import StaticCache
 from transformers.distributed import DistributedConfig
 
 from distributed.sharded import run_checks
+from kalmix import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM
 
 LAYERS = ["kla", "gated-deltanet", "attention", "bayesian", "afa"]  # two on the first rank, three on the second
@@ -25,9 +26,9 @@ def run(rank: int, world: int, folder: str) -> None:
 def load(folder: Any, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[KalmixForCausalLM, Any]:
     """Return a model in one process, and the same model in stages."""
     torch.manual_seed(0)
-    sizes = {"vocab_size": 17, "hidden_size": 16, "num_attention_heads": 2, "initializer_range": 0.5}
+    sizes = {"layers": LAYERS, "vocab_size": 17, "hidden_size": 16, "num_attention_heads": 2, "initializer_range": 0.5}
     if distributed.get_rank() == 0:
-        KalmixForCausalLM(KalmixConfig(layers=LAYERS, **sizes, **options)).save_pretrained(folder)
+        KalmixForCausalLM(KalmixConfig(**{**sizes, **options})).save_pretrained(folder)
     distributed.barrier()
     whole = KalmixForCausalLM.from_pretrained(folder, dtype=dtype)
     settings = DistributedConfig(pp_size=distributed.get_world_size())
@@ -50,13 +51,20 @@ def check_outputs(folder: Any) -> None:
             second = model(ids[:, 4:], past_key_values=first.past_key_values)
             assert second.past_key_values.get_seq_length() == 9
             torch.testing.assert_close(second.logits, whole(ids).logits[:, 4:])
+            recorded = model(ids[:, :4], use_cache=True).past_key_values
+            for layer in recorded.layers:
+                layer.activate_past_recording()
+            model(ids[:, 4:], past_key_values=recorded)
+            recorded.crop(-2)
+            assert {layer.get_seq_length() for layer in recorded.layers} == {7}
+            torch.testing.assert_close(model(ids[:, 7:], past_key_values=recorded).logits, whole(ids).logits[:, 7:])
         for more in ({"attention_mask": mask}, {"num_beams": 2}):
             assert torch.equal(*(each.generate(ids, **GREEDY, **more) for each in (whole, model)))
 
 
 def check_bfloat16(folder: Any) -> None:
     """Hidden states travel in the dtype of the model, although dynamics are in float32."""
-    whole, model = load(folder / "model", torch.bfloat16)
+    whole, model = load(folder / "bfloat16", torch.bfloat16)
     ids = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(model(ids).logits, whole(ids).logits)
@@ -64,7 +72,7 @@ def check_bfloat16(folder: Any) -> None:
 
 def check_static_cache(folder: Any) -> None:
     """A static cache counts tokens on every rank, and `generate` can use one."""
-    whole, model = load(folder / "model")
+    whole, model = load(folder / "static")
     ids = torch.randint(17, (2, 9), generator=torch.Generator().manual_seed(1))
     cache = StaticCache(config=model.config, max_cache_len=16)
     with torch.no_grad():
@@ -76,9 +84,15 @@ def check_static_cache(folder: Any) -> None:
     assert torch.equal(whole.generate(ids, **GREEDY), model.generate(ids, **options))
 
 
+def check_blocks(folder: Any) -> None:
+    """Every rank needs a block."""
+    with pytest.raises(ArgumentError, match="`pp_size` is 2; expected at most 1, the number of blocks"):
+        load(folder / "blocks", layers=["kla"])
+
+
 def check_saving(folder: Any) -> None:
     """A rank does not write its own blocks as if they were the model."""
-    _, model = load(folder / "model")
+    _, model = load(folder / "saving")
     with pytest.raises(RuntimeError, match="divided among ranks"):
         model.save_pretrained(folder / "saved")
 
@@ -88,4 +102,5 @@ CHECKS = {
     "bfloat16": check_bfloat16,
     "static cache": check_static_cache,
     "saving": check_saving,
+    "blocks": check_blocks,
 }

@@ -18,7 +18,7 @@ KERNELS = {"cuDNN": True, "flash": False} if torch.cuda.is_available() else {}
 def test_attention_to_two_blocks_is_attention_to_both(fused, causal, monkeypatch):
     """Blocks: keys that all queries see, and those of the queries themselves."""
     if not fused:
-        monkeypatch.setattr(attention_blocks, "_fused_kernel", lambda q: None)
+        monkeypatch.setattr(attention_blocks, "_fused_kernel", lambda q, keys: None)
         monkeypatch.setattr(attention_blocks, "QUERY_TILE", 4)
     torch.manual_seed(0)
     q, grad = torch.randn(2, 2, 6, 4, 8, dtype=torch.float64)
@@ -95,12 +95,13 @@ def test_queries_without_keys_are_zero():
 
 
 @pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("spans", [(2,), (0, 3)])
+@pytest.mark.parametrize("size", [1, 384])
+@pytest.mark.parametrize("spans", [(1,), (2,), (0, 3)])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_of_gpus_agree_with_float64(kernel, spans, width, monkeypatch):
+def test_kernels_of_gpus_agree_with_float64(kernel, spans, size, width, monkeypatch):
     monkeypatch.setattr(attention_blocks, "_prefers_cudnn", lambda device: KERNELS[kernel])
     torch.manual_seed(0)
-    size, options = 384, {"dtype": torch.bfloat16, "device": "cuda"}
+    options = {"dtype": torch.bfloat16, "device": "cuda"}
     q, grad = torch.randn(2, 2, size * len(spans), 4, width, **options)
     k, v = torch.randn(2, 2, size * 4, 2, width, **options)
     expected, inputs = attend_in_float64(q, k, v, size, spans)
@@ -112,3 +113,20 @@ def test_kernels_of_gpus_agree_with_float64(kernel, spans, width, monkeypatch):
     )
     for x, exact in pairs:  # bfloat16 rounds by 2^-9 of a number; outputs and gradients sum several of them
         assert float((x - exact).norm() / exact.norm()) < 0.01
+
+
+def test_cudnn_is_not_used_where_pytorch_refuses_it(monkeypatch):
+    """Without a GPU: a single key, wide heads, and deterministic algorithms."""
+    q = torch.empty(1, 4, 2, 64, dtype=torch.bfloat16, device="meta")
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    cudnn, flash, choose = attention_blocks._CUDNN, attention_blocks._FLASH, attention_blocks._fused_kernel
+    assert choose(q, 2) == cudnn and choose(q, 1) == flash
+    assert choose(q.expand(-1, -1, -1, 64).repeat(1, 1, 1, 4), 2) == flash
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose(q, 2) == flash
+    finally:
+        torch.use_deterministic_algorithms(False)

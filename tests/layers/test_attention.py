@@ -216,6 +216,14 @@ def test_runs_attend_to_earlier_keys_of_their_documents(flash, monkeypatch):
     torch.testing.assert_close(attend_runs(q, k, v, RUNS), expected)
 
 
+def test_runs_have_derivatives_of_torch_func():
+    q, k, v = torch.randn(1, 3, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    runs = KeyRuns.of([(0, 0, 3)], [(0, 0, 6)], CPU)
+    expected = torch.autograd.functional.jacobian(lambda q: attend_runs(q, k, v, runs).square().sum(), q)
+    found = torch.func.grad(lambda q: attend_runs(q, k, v, runs).square().sum())(q)
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_rank_without_tokens_still_has_gradients_of_keys():
     q, k, v = (torch.randn(1, 4, 2, 8, requires_grad=True) for _ in range(3))
     output = attend_runs(q, k, v, KeyRuns.of([(0, 0, 0)], [(0, 0, 0)], CPU))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.language.gradients import compare, errors
 from kalmix_bench.experiments.language.protocol import PRESETS
 
@@ -20,3 +21,13 @@ def test_errors_name_the_parameter_that_is_wrong() -> None:
     found = errors({"a": torch.tensor([1.0, 1.0, 1.0, 2.0]), "b": exact["b"]}, exact)
     assert found["parameter"] == "a" and found["largest"] == pytest.approx(0.5)
     assert found["all"] == pytest.approx(1 / 22**0.5)
+
+
+def test_a_gradient_that_is_not_a_number_is_the_worst() -> None:
+    found = errors({"a": torch.ones(2), "b": torch.full((2,), torch.nan)}, {"a": torch.zeros(2), "b": torch.ones(2)})
+    assert found["parameter"] == "b" and found["largest"] != found["largest"]
+
+
+def test_a_layer_without_kernels_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="several kernels"):
+        compare("attention", PRESETS["laptop"], torch.device("cpu"), rows=1)

@@ -94,7 +94,7 @@ class MergedGradient(NamedTuple):
     log_weight_sum: Tensor
 
     def add(self, grad_q: Tensor, k: Tensor, v: Tensor, tiles: Iterable[Tile]) -> list[Tensor]:
-        """Add shares of tiles to the gradient of queries, in place; return the gradients of keys and values."""
+        """Add contributions of tiles to the gradient of queries, in place; return the gradients of keys and values."""
         grads = [x.new_zeros(x.shape, dtype=grad_q.dtype) for x in (k, v)]
         for rows, queries, visible, causal in tiles:
             at = rows, queries
@@ -152,7 +152,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
         for float64 inputs).
     """
     query, key, value = _by_heads(q, k, v)
-    if kernel := _fused_kernel(q):
+    if kernel := _fused_kernel(q, k.shape[1]):
         output, log_weight_sum = _fused_forward(kernel, query, key, value, causal)
         return output.transpose(1, 2), log_weight_sum.transpose(1, 2).to(belief_dtype(q.dtype))
     outputs, sums = [], []
@@ -177,7 +177,7 @@ def attend_block_backward(
     query, key, value = _by_heads(q, k, v)
     grad_out, out = (x.transpose(1, 2) for x in (grad_output, output))
     log_weight_sum = log_weight_sum.transpose(1, 2)
-    kernel = _fused_kernel(q)
+    kernel = _fused_kernel(q, k.shape[1])
     if kernel:
         inputs = (grad_out.contiguous(), query, key, value, out.contiguous(), log_weight_sum.contiguous())
         grads = _fused_backward(kernel, inputs, causal)
@@ -200,7 +200,7 @@ def attend_block_backward(
 
 def has_fused_kernel(q: Tensor) -> bool:
     """Return whether PyTorch has a fused kernel for queries like these that returns sums of weights."""
-    return _fused_kernel(q) is not None
+    return _fused_kernel(q, 1) is not None
 
 
 def _by_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -222,13 +222,13 @@ def _scores(query: Tensor, key: Tensor, start: int, causal: bool) -> Tensor:
     return scores.masked_fill(~earlier, -torch.inf)
 
 
-def _fused_kernel(q: Tensor) -> str | None:
-    """Return the name of PyTorch's fused attention for these queries, if it has one that returns sums of weights."""
+def _fused_kernel(q: Tensor, keys: int) -> str | None:
+    """Return the name of PyTorch's fused attention for queries and a number of keys, if it returns sums of weights."""
     if q.device.type == "cpu":
         return _CPU
     if not q.is_cuda or q.dtype not in (torch.float16, torch.bfloat16) or q.shape[3] % 8 or q.shape[3] > 256:
         return None
-    if q.shape[3] <= 128 and _prefers_cudnn(q.device):
+    if keys > 1 and q.shape[3] <= 128 and _prefers_cudnn(q.device):  # PyTorch refuses cuDNN for a single key
         return _CUDNN
     return _FLASH if torch.backends.cuda.is_flash_attention_available() else None
 
@@ -236,6 +236,8 @@ def _fused_kernel(q: Tensor) -> str | None:
 def _prefers_cudnn(device: torch.device) -> bool:
     """Return whether cuDNN's kernels are there and faster than flash attention, as on Hopper and newer GPUs."""
     enabled = torch.backends.cudnn.is_available() and torch.backends.cuda.cudnn_sdp_enabled()
+    if torch.are_deterministic_algorithms_enabled():  # PyTorch refuses cuDNN's attention then
+        return False
     return enabled and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from kalmix.layers.parametrize import CellDynamics, observation_precision
 from kalmix.segments import Segments, mask_outside
 from kalmix.steps import Slots
 from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
-from kalmix.validation import check_choice, check_number, check_positive_int
+from kalmix.validation import MAX_FLOAT, check_choice, check_number, check_positive_int
 
 VALUES = ("projected", "conv")
 
@@ -76,8 +75,8 @@ class KLA(Mixer):
 
     `diagonal` is the filter, `kalmix.ops.diagonal`; all channels share q and k. conv4 is a causal convolution per
     channel with 4 taps. Decay and process noise are learned per cell and do not depend on the token. The observation
-    noise does: a token with less noise changes the memory more. The skip is a learned scale per channel, initially 1,
-    shown in Figure 7 but not in Algorithm 1. The filter runs in float32, also under autocast (in float64 for float64
+    noise does: a token with less noise changes the memory more. The skip is a learned scale per channel, shown
+    in Figure 7 but not in Algorithm 1. The filter runs in float32, also under autocast (in float64 for float64
     inputs).
 
     `layer.filter(x, variance=True)` returns `kalmix.Filtered`: mean (y), variance `[B, T, D]` in float32 (float64 for
@@ -126,7 +125,7 @@ class KLA(Mixer):
     design: Design | None = designs.KLA
     has_posterior = True
     includes_mlp = True
-    repr_attributes = ("slots", "channels")
+    repr_attributes = ("slots", "channels", "value")
 
     def __init__(
         self,
@@ -146,7 +145,7 @@ class KLA(Mixer):
         for name, size in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
             check_positive_int(name, size)
         check_choice("value", value, VALUES)
-        check_number("initial_skip", initial_skip, minimum=-math.inf)
+        check_number("initial_skip", initial_skip, minimum=-MAX_FLOAT)
         channels = expand * hidden_size
         self.slots = slots
         self.channels: int = channels

@@ -13,11 +13,12 @@ from kalmix.distributed.attention_blocks import Tile, attend_tiles, group_rows, 
 from kalmix.distributed.layout import KeyRuns
 from kalmix.segments import Segments, of_tokens
 from kalmix.types import dependent_zero
+from kalmix.validation import in_transform
 
 _FLASH: dict[str, Any] = {}  # PyTorch's function, and its options if query heads share keys; see `load_flash_attention`
 _SCORE = 2.0**15  # largest power of two in float16; scores of other sequences are at most minus its square
 _BITS = 20  # of the index of a sequence, where its largest value is unknown
-_TILES = 4  # as many calls of a kernel may replace one for sequences of different lengths: two runs of unpacked rows
+_TILES = 4  # largest number of tiles whose separate calls replace one variable-length call: two runs of unpacked rows
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_ids: Tensor) -> Tensor:
@@ -58,8 +59,9 @@ def attend_packed(q: Tensor, k: Tensor, v: Tensor, segments: Segments, segment_i
 def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     """Compute causal softmax attention of runs of tokens to the keys of their documents.
 
-    Runs of unpacked rows are cut into keys that all queries see, and a causal square. PyTorch's fastest kernel, that of
-    cuDNN on Hopper, knows no causal rectangles whose last query sees all keys.
+    Runs of unpacked rows are cut into keys that all queries see, and a causal square: cuDNN's kernel, the fastest on
+    Hopper, does not support causal masks whose last query sees all of a larger number of keys. These runs have no
+    second derivative.
 
     Args:
         q: queries `[B, T, H, W]`.
@@ -74,13 +76,13 @@ def attend_runs(q: Tensor, k: Tensor, v: Tensor, runs: KeyRuns) -> Tensor:
     """
     q, k = q.to(v.dtype), k.to(v.dtype)
     batch, length = q.shape[:2]
-    flat = q.new_zeros(batch * length, *q.shape[2:])
     if not runs.queries:
-        return (flat + dependent_zero(q, k, v)).view(q.shape)
+        return torch.zeros_like(q) + dependent_zero(q, k, v)
     tiles = tiles_of_runs(runs)
-    if len(tiles) <= _TILES and has_fused_kernel(q):
+    if len(tiles) <= _TILES and has_fused_kernel(q) and not in_transform():
         with torch.autocast(q.device.type, enabled=False):
             return attend_tiles(q, k, v, tiles)
+    flat = q.new_zeros(batch * length, *q.shape[2:])
     query = [q[row, start:stop] for row, start, stop in runs.queries]
     key, value = ([x[row, start:stop] for row, start, stop in runs.visible] for x in (k, v))
     if _can_use_flash(q):

@@ -87,7 +87,9 @@ class CellDynamics(nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes and options that `repr` shows."""
         slots, channels = self.log_rate.shape
-        return f"slots={slots}, channels={channels}, discretization={self.discretization!r}"
+        return (
+            f"slots={slots}, channels={channels}, discretization={self.discretization!r}, diffusion={self.diffusion!r}"
+        )
 
     def reset_parameters(self) -> None:
         """Set the initial values of the paper (appendix G.2)."""

@@ -28,7 +28,7 @@ from kalmix.models.cache_name import CACHE_NAMES, BothCacheNames, given_cache, w
 from kalmix.models.checkpointed_block import KalmixBlock
 from kalmix.models.configuration import KalmixConfig
 from kalmix.models.loading import load_checked
-from kalmix.models.parallel_styles import fsdp_mesh, whole_weights
+from kalmix.models.parallel_styles import check_stages, fsdp_mesh, whole_weights
 from kalmix.models.prefill import prefill_bounds
 from kalmix.models.segments_from_inputs import InputLayout, find_layout
 from kalmix.models.stack import BlockStack, attention_maps
@@ -116,6 +116,7 @@ class KalmixPreTrainedModel(PreTrainedModel):
     @classmethod
     def maybe_distribute_model(cls, model: Any, distributed_config: Any, mesh_manager: Any) -> Any:
         """Shard an empty model, before transformers loads its weights; dynamics act in float32."""
+        check_stages(model, distributed_config)
         if mesh_manager is not None and distributed_config.fsdp_size > 1:
             shard_dynamics(model, fsdp_mesh(distributed_config, mesh_manager))
         return super().maybe_distribute_model(model, distributed_config, mesh_manager)
@@ -352,8 +353,10 @@ class KalmixModel(KalmixPreTrainedModel):
             if not (chunked and tokens_to_keep) or end > bounds[-1] - tokens_to_keep:
                 kept.append(part.restore(self.norm(output.hidden_state)))
         assert output is not None
-        for layer in every_layer if len(every_layer) > len(cache_layers) else ():
-            layer.count_as(cache_layers[0])
+        if len(every_layer) > len(cache_layers):
+            for layer in every_layer:
+                if layer not in cache_layers:
+                    layer.count_as(cache_layers[0])
         last_hidden_state = torch.cat(kept, dim=1) if len(kept) > 1 else kept[0]
         hidden_states = (*output.hidden_states, last_hidden_state)
         if tokens_to_keep:

@@ -61,6 +61,7 @@ class BeliefLayer(CacheLayerMixin):
     """
 
     _layer_type = LAYER_TYPE
+    remote = False  # whether the mixer is on another rank, and this layer counts tokens only
     is_croppable = True
     is_sliding = False
     supports_early_init = False
@@ -145,7 +146,7 @@ class BeliefLayer(CacheLayerMixin):
 
     def count_as(self, other: BeliefLayer) -> None:
         """Count as many tokens as another layer; the mixer of this one is on another rank."""
-        self.tokens = other.tokens
+        self.tokens, self.remote = other.tokens, True
 
     def step_slots(self, mixer: Mixer, x: Tensor) -> Slots | None:
         """Return `None`: states are not updated in place."""
@@ -168,6 +169,9 @@ class BeliefLayer(CacheLayerMixin):
         remove = min(-requested, entry.tokens) if requested <= 0 else max(0, entry.tokens - requested)
         if remove and remove == entry.tokens:
             self.reset()
+            return
+        if self.remote:
+            self.tokens -= remove
             return
         state, calls, stale, left = entry.state, entry.calls, entry.stale, remove
         while left:

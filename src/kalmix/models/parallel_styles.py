@@ -32,6 +32,13 @@ def fsdp_mesh(distributed_config: Any, mesh: Any) -> Any:
     return mesh.get_mesh(("dp_replicate", "fsdp") if distributed_config.dp_replicate_size > 1 else "fsdp")
 
 
+def check_stages(model: Any, distributed_config: Any) -> None:
+    """Raise `ArgumentError` if pipeline parallelism would leave a rank without blocks."""
+    stages, blocks = getattr(distributed_config, "pp_size", None) or 1, model.config.num_hidden_layers
+    if stages > blocks:
+        raise ArgumentError("pp_size", got=stages, expected=f"at most {blocks}, the number of blocks")
+
+
 def shard_loaded(model: Any) -> None:
     """Divide the heads of a model that transformers has loaded, if its configuration asks for tensor parallelism.
 

@@ -8,6 +8,7 @@ weights (`zero_init` is off, since zeros hide most gradients):
 - "training": as it trains, with the default kernels, and under bfloat16 autocast if the preset has it;
 - "float32": the same in float32, without TF32;
 - "exact": in float32 by other kernels, by default those of PyTorch operations ("chunked"), a few rows at a time.
+  Layers without a choice of kernels, such as the attention of a hybrid, are the same.
 
 Rows have the losses and, for "training" and "float32", the largest relative error of the gradient of a parameter
 against "exact", its name, and the error of all gradients together.
@@ -17,12 +18,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
 from kalmix_bench.experiments.language.protocol import MAIN, PRESETS, LanguageCell, Preset
 from kalmix_bench.runner.json_lines import append_rows
@@ -59,6 +62,8 @@ def compare(
     ids = torch.randint(recipe.vocab_size, (rows or plan_batches(recipe, 1).rows, recipe.seq_len)).to(device)
     found = {"training": _gradients(model, ids, len(ids), recipe.bf16), "float32": _gradients(model, ids, len(ids))}
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "kernel")]
+    if not layers:
+        raise ArgumentError("layer", got=repr(layer), expected="a layer with several kernels")
     for each in layers:
         each.kernel = kernel
     loss, exact = _gradients(model, ids, part)
@@ -86,7 +91,7 @@ def errors(found: Gradients, exact: Gradients) -> dict[str, Any]:
     distance = {name: float((found[name] - x).norm()) for name, x in exact.items()}
     length = {name: float(x.norm()) for name, x in exact.items()}
     relative = {name: distance[name] / max(length[name], 1e-30) for name in exact}
-    worst = max(relative, key=relative.__getitem__)
+    worst = max(relative, key=lambda name: (isnan(relative[name]), relative[name]))
     together = sum(d * d for d in distance.values()) ** 0.5 / sum(x * x for x in length.values()) ** 0.5
     return {"largest": relative[worst], "parameter": worst, "all": together}
 
@@ -94,7 +99,7 @@ def errors(found: Gradients, exact: Gradients) -> dict[str, Any]:
 def main() -> None:
     """Compare from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="of `kalmix bench language`")
+    parser.add_argument("--preset", choices=tuple(PRESETS), required=True, help="preset of `kalmix bench language`")
     parser.add_argument("--layer", action="append", default=[], help="layer; repeatable. Default: the preset's")
     parser.add_argument("--rows", type=int, help="sequences of the batch. Default: those of the preset")
     parser.add_argument("--kernel", default="chunked", help="kernels to compare with")
