@@ -21,7 +21,9 @@ _CPU, _FLASH, _CUDNN = (
 
 
 class Tile(NamedTuple):
-    """Rows of a batch whose `queries` attend to the same range of `keys`, to earlier ones only if `causal`.
+    """Range of queries that attends to a range of keys, in some rows of a batch.
+
+    If `causal`, both ranges have the same length, and a query attends to its own key and to earlier ones only.
 
     Adjacent rows are a slice, since the host would wait for a GPU to index it with a list.
     """
@@ -166,7 +168,7 @@ def attend_block(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor,
 def attend_block_backward(
     grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_weight_sum: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the shares of a block in the gradients of q, k and v.
+    """Compute the contributions of a block to the gradients of q, k and v.
 
     Args:
         grad_output: `[N, L, H, W]`.
