@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kalmix.errors import ArgumentError
 from kalmix.models import KalmixForCausalLM
-from kalmix_bench.experiments.language import precompile, probes, report, run
+from kalmix_bench.experiments.language import experiment, precompile, probes, report, run
 from kalmix_bench.experiments.language.architectures import HYBRID, LAYERS, ModelSize, count_parameters, make_blocks
 from kalmix_bench.experiments.language.experiment import Language
 from kalmix_bench.experiments.language.protocol import (
@@ -134,6 +134,22 @@ def test_embedding_norm_defines_other_cells_and_starts_the_residual_stream_with_
         stream = model(torch.arange(recipe.vocab_size)[None], output_hidden_states=True).hidden_states[0]
         assert stream.square().mean().sqrt().item() == pytest.approx(expected, rel=0.1)
         assert sum(value.numel() for value in model.parameters()) == count_parameters(cell.layer, cell.size.model)
+
+
+def test_another_warmup_defines_other_cells_which_choose_their_own_rates_and_have_their_own_table() -> None:
+    plain = LanguageCell(TUNE, "kla", TINY, 1e-3, 0, "c")
+    longer = replace(plain, size=replace(TINY, warmup=0.2))
+    assert plain.to_dict()["optimizer"]["warmup"] == plain.recipe("shards").warmup == 0.03
+    assert longer.to_dict()["optimizer"]["warmup"] == longer.recipe("shards").warmup == 0.2
+    assert plain.to_dict()["size"] == longer.to_dict()["size"]
+    slow, fast = {**plain.to_dict(), "loss": 2.0}, {**longer.to_dict(), "learning_rate": 4e-3, "loss": 3.0}
+    preset = PRESETS["laptop"]._replace(tune=TINY)
+    for chosen, rate in ((preset, 1e-3), (preset.with_warmup(0.2), 4e-3)):
+        choice = experiment._Choice(chosen, ["kla"], [1e-3, 4e-3], 1, (MAIN,))
+        assert [cell.learning_rate for cell in choice.cells(MAIN, "c", [slow, fast])] == [rate]
+    assert "warmup" not in report._condition(slow) and "warmup of 20%" in report._condition(fast)
+    fast["learning_rate"] = slow["learning_rate"]
+    assert len(report.group_rows([slow, fast])) == 2
 
 
 def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> None:

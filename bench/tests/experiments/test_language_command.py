@@ -48,6 +48,7 @@ def test_the_paper_preset_compares_all_layers(kalmix, tmp_path: Path) -> None:
         ("--rates 1e-3,-1", "`rates` is -1"),
         ("--seeds 0", "`seeds` is 0"),
         ("--tokens 0", "`tokens` is 0"),
+        ("--warmup 1.5", "`warmup` is 1.5"),
         ("--dry-run --gpu Z80", "`gpu` is 'Z80'"),
         ("--shards nowhere", "holds no shards"),
     ],

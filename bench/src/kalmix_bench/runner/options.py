@@ -68,6 +68,13 @@ def positive(option: str, number: float) -> float:
     return number
 
 
+def fraction(option: str, number: float) -> float:
+    """Return a number after checking that it is from 0 to 1."""
+    if not 0 <= number <= 1:
+        raise ArgumentError(option, got=number, expected="a number from 0 to 1")
+    return number
+
+
 def preset(name: str, presets: Mapping[str, _T]) -> _T:
     """Return the preset of this name."""
     if name not in presets:

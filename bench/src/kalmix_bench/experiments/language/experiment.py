@@ -41,6 +41,7 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.progress import progress
 
 ALL_STAGES = "all"
+SAME = ("stage", "corpus", "size", "optimizer")  # of rows whose learning rates are compared
 LAYER = (
     """Layer, such as kla or kla+attention, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's."""
 )
@@ -123,8 +124,8 @@ class _Choice(NamedTuple):
         if len(self.rates) == 1:
             chosen = dict.fromkeys(self.layers, self.rates[0])
         else:
-            size = tuning_cells(self.preset, self.layers[:1], self.rates[:1], digest)[0].to_dict()["size"]
-            same = (row for row in rows if (row["stage"], row["corpus"], row["size"]) == (TUNE, digest, size))
+            cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], digest)[0].to_dict()
+            same = (row for row in rows if all(row[name] == cell[name] for name in SAME))
             chosen = best_rates(same, self.layers)
         return main_cells(self.preset, self.layers, chosen, self.seeds, digest)
 
@@ -164,6 +165,10 @@ def _command(
     embedding_norm: Annotated[
         bool | None, typer.Option(help="Whether an RMS norm follows the embedding. Default: the preset's.")
     ] = None,
+    warmup: Annotated[
+        float | None,
+        typer.Option(help="Fraction of the steps in which the learning rate rises. Default: the preset's."),
+    ] = None,
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
@@ -182,7 +187,7 @@ def _command(
 
     Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
-    choice = _choose(_preset(preset, tokens, zero_init, embedding_norm), layer, stage, rates, seeds)
+    choice = _choose(_preset(preset, tokens, zero_init, embedding_norm, warmup), layer, stage, rates, seeds)
     console, results = Console(highlight=False), Results(output / "results.jsonl")
     if dry_run:
         _print_plan(choice, shards, results, console, gpu, options.positive("mfu", mfu))
@@ -222,13 +227,17 @@ def _command(
     sweep.exit_unless_finished(len(rows), len(cells) + choice.seeds * len(missing), console)
 
 
-def _preset(name: str, tokens: float | None, zero_init: bool | None, embedding_norm: bool | None) -> Preset:
-    """Return a preset, with this number of training tokens in the stage "main" and these models in both."""
+def _preset(
+    name: str, tokens: float | None, zero_init: bool | None, embedding_norm: bool | None, warmup: float | None
+) -> Preset:
+    """Return a preset, with this number of training tokens in the stage "main", and these models and warmup in both."""
     found = options.preset(name, PRESETS)
     if zero_init is not None:
         found = found.with_zero_init(zero_init)
     if embedding_norm is not None:
         found = found.with_embedding_norm(embedding_norm)
+    if warmup is not None:
+        found = found.with_warmup(options.fraction("warmup", warmup))
     if tokens is None:
         return found
     return found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from statistics import fmean
@@ -31,7 +31,6 @@ LONGER = 4  # the longest test sequences have so many times the tokens of the tr
 # Settings of every run. Learning rates are given for a width of 512 and 2^18 tokens a step.
 OPTIMIZER: dict[str, Any] = {
     "schedule": "cosine",
-    "warmup": 0.03,
     "final_learning_rate": 0.1,
     "weight_decay": 0.1,
     "betas": (0.9, 0.95),
@@ -55,6 +54,7 @@ class RunSize:
         eval_tokens: held-out tokens of each of the ten evaluations during training.
         probe_rows: sequences of each test after training.
         bf16: train and test under bfloat16 autocast.
+        warmup: fraction of the steps in which the learning rate rises.
     """
 
     model: ModelSize
@@ -65,6 +65,7 @@ class RunSize:
     eval_tokens: int
     probe_rows: int
     bf16: bool
+    warmup: float = 0.03
 
 
 class Preset(NamedTuple):
@@ -81,15 +82,18 @@ class Preset(NamedTuple):
 
     def with_zero_init(self, zero_init: bool) -> Preset:
         """Return this preset with output projections that begin with zeros in both stages, or with random numbers."""
-        return self._with_model(zero_init=zero_init)
+        return self._map(lambda size: replace(size, model=replace(size.model, zero_init=zero_init)))
 
     def with_embedding_norm(self, embedding_norm: bool) -> Preset:
         """Return this preset with a norm of embedded tokens in both stages, or without it."""
-        return self._with_model(embedding_norm=embedding_norm)
+        return self._map(lambda size: replace(size, model=replace(size.model, embedding_norm=embedding_norm)))
 
-    def _with_model(self, **changes: bool) -> Preset:
-        tune, main = (replace(size, model=replace(size.model, **changes)) for size in (self.tune, self.main))
-        return self._replace(tune=tune, main=main)
+    def with_warmup(self, warmup: float) -> Preset:
+        """Return this preset with a warmup of this fraction of the steps in both stages."""
+        return self._map(lambda size: replace(size, warmup=warmup))
+
+    def _map(self, change: Callable[[RunSize], RunSize]) -> Preset:
+        return self._replace(tune=change(self.tune), main=change(self.main))
 
 
 _MAIN = RunSize(
@@ -139,14 +143,18 @@ PRESETS = {
             *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa-attention-start", "mamba2"),
             *("gated-kalmanet", "attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention", "afa"),
         ),
-        rates=(1e-3, 2e-3, 4e-3, 8e-3),
-    ).with_zero_init(True),
+        rates=(2e-3, 4e-3, 8e-3, 16e-3),
+    )
+    .with_zero_init(True)
+    .with_warmup(0.2),
     "paper": Preset(
         tune=replace(_MAIN, model=_SHORT.model, tokens=50_000_000, batch_tokens=1 << 17),
         main=_MAIN,
         layers=LAYERS,
         rates=(1e-3, 2e-3, 4e-3),
-    ).with_zero_init(True),
+    )
+    .with_zero_init(True)
+    .with_warmup(0.2),
 }
 
 
@@ -184,6 +192,7 @@ class LanguageCell:
     def to_dict(self) -> dict[str, Any]:
         """Return everything that defines the cell."""
         size = asdict(self.size)
+        warmup = size.pop("warmup")
         for option in ("zero_init", "embedding_norm"):
             if not size["model"][option]:  # rows from before this option lack it
                 del size["model"][option]
@@ -192,7 +201,7 @@ class LanguageCell:
             "stage": self.stage,
             "blocks": compress(make_blocks(self.layer, self.size.model)),
             "size": size,
-            "optimizer": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"])},
+            "optimizer": {**OPTIMIZER, "betas": list(OPTIMIZER["betas"]), "warmup": warmup},
             "learning_rate": self.learning_rate,
             "seed": self.seed,
             "corpus": self.corpus,
@@ -224,6 +233,7 @@ class LanguageCell:
             learning_rate=self.learning_rate,
             save_minutes=60.0,
             keep_checkpoints=1,
+            warmup=size.warmup,
             seed=self.seed,
             **OPTIMIZER,
         )

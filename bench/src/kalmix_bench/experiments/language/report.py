@@ -24,6 +24,7 @@ from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
 
 FIGURE = "language.png"
+SHORT_WARMUP = 0.03  # of early rows, whose titles do not name it
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,9 @@ def group_rows(rows: Sequence[Row]) -> list[Group]:
     """Return groups of rows that differ in the seed alone, in the order of `LAYERS`."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
-        key = json.dumps([row[name] for name in ("language", "size", "learning_rate", "corpus")], sort_keys=True)
+        key = json.dumps(
+            [row[name] for name in ("language", "size", "optimizer", "learning_rate", "corpus")], sort_keys=True
+        )
         groups.setdefault(key, []).append(row)
     found = [
         Group(group[0]["language"], [x for x in group if "loss" in x], sum("loss" not in x for x in group), group[0])
@@ -133,6 +136,7 @@ def _condition(row: Row) -> str:
         f"sequences of {size['seq_len']:,}",
         *(["zeros in output projections at first"] if size["model"].get("zero_init") else []),
         *(["norm of embeddings"] if size["model"].get("embedding_norm") else []),
+        *([f"warmup of {100 * warmup:g}%"] if (warmup := row["optimizer"]["warmup"]) != SHORT_WARMUP else []),
         f"corpus {row['corpus'][:8]}",
     )
     return ", ".join(parts)

@@ -88,6 +88,7 @@ def recipe_of(
     unknown = sorted(changes.keys() - vars(recipe).keys())
     if unknown:
         raise ArgumentError("variation", got=repr(unknown[0]), expected="settings of `kalmix.training.Recipe`")
+    changes = {name: tuple(value) if isinstance(value, list) else value for name, value in changes.items()}
     return replace(recipe, **changes), {**cell.to_dict(), "settings": settings}
 
 
