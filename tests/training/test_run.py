@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from transformers import TrainerCallback
 
 from kalmix import ArgumentError
@@ -184,6 +185,14 @@ def test_time_limit_covers_all_sessions(recipe, tmp_path: Path) -> None:
     assert (part.finished, rest.finished) == (False, True)
     assert 0 < progress[5] < progress[-1] == 1
     assert progress == sorted(progress)
+
+
+def test_a_rising_gradient_norm_gives_one_warning(recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms = iter([2.0, 40.0, 70.0, 900.0, 1.0])
+    monkeypatch.setattr(Accelerator, "clip_grad_norm_", lambda *_: torch.tensor(next(norms)))
+    with pytest.warns(UserWarning, match=r"rose from 2 to 70 in step 3; .*longer `warmup` \(now 0.02\)") as caught:
+        train(recipe(steps=5), tmp_path / "rising")
+    assert sum("gradient norm" in str(each.message) for each in caught) == 1
 
 
 def test_divergence_names_the_learning_rate(recipe, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -86,3 +87,20 @@ def test_a_diverged_variation_is_a_row(word_shards: Path, tmp_path: Path, monkey
     recipe, _ = recipe_of("kla", TINY, word_shards, 1280, 1e-2)
     row = variations.run_variation(recipe, tmp_path / "run")
     assert row["loss"] is None and "diverge" in row["diverged"]
+
+
+def test_a_variation_that_a_signal_ends_has_no_row(
+    word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = []
+
+    def end(self: variations.GradientNorms, *_: Any, **__: Any) -> None:
+        steps.append(1)
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(variations.GradientNorms, "on_pre_optimizer_step", end)
+    recipe, _ = recipe_of("kla", TINY, word_shards, 1280, 1e-2)
+    with pytest.raises(KeyboardInterrupt):
+        variations.run_variation(recipe, tmp_path / "run")
+    assert len(steps) < 10

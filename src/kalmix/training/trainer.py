@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,6 +32,7 @@ from kalmix.training.saving import SafeTrainer
 from kalmix.training.schedule import Schedule
 
 UNLIMITED_STEPS = 10**9  # of a run with a time limit only
+NORM_GROWTH = 30.0  # growth of the gradient norm from which a warning is given
 
 
 def process_state() -> PartialState:
@@ -63,6 +65,7 @@ class KalmixTrainer(SafeTrainer):
     loss. Rows with a training loss have `grad_norm` and, but for the first, `tokens_per_second` of all processes since
     the row before, without evaluations and checkpoints. On a GPU they have `memory_gib`, the peak of this process, and,
     if the peak rate of the GPU is known, `mfu`, the model FLOPs utilization (`kalmix.training.estimates`).
+    A warning is given once if the gradient norm of a row is 30 times that of the first row (or 30, if that is higher).
 
     Args:
         recipe: recipe of the run.
@@ -92,6 +95,7 @@ class KalmixTrainer(SafeTrainer):
         self._timed: tuple[int, float] | None = None  # step and time of the last row with a training loss
         self._peak: float | None = None
         self._mesh: DeviceMesh | None = None  # of context parallelism
+        self._norm_grew = False  # a warning was given
         super().__init__(**options)
         if torch.cuda.is_available():
             self._peak = peak_flops(torch.cuda.get_device_name(), recipe.bf16)
@@ -183,9 +187,23 @@ class KalmixTrainer(SafeTrainer):
             if name in logs
         }
         if "loss" in logs:
+            self._check_norm(logs.get("grad_norm"))
             logs = {**logs, **self._rates()}
         tokens = self.state.global_step * self.data.batching.step_tokens
         super().log({**logs, **bits, "tokens": tokens, "progress": self.schedule.progress}, *args, **options)
+
+    def _check_norm(self, norm: float | None) -> None:
+        """Warn if this gradient norm is much larger than that of the first row."""
+        first = next((row["grad_norm"] for row in self.state.log_history if "grad_norm" in row), norm)
+        if norm is None or first is None or self._norm_grew or norm <= NORM_GROWTH * max(first, 1.0):
+            return
+        self._norm_grew = True
+        if self.is_world_process_zero():
+            warnings.warn(
+                f"the gradient norm rose from {first:.3g} to {norm:.3g} in step {self.state.global_step}; if the loss "
+                f"stays high, use a longer `warmup` (now {self.recipe.warmup:g}) or a lower `learning_rate`",
+                stacklevel=2,
+            )
 
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         if self.data.evaluation is None:

@@ -113,10 +113,17 @@ def _parse(variation: str) -> tuple[str, dict[str, Any]]:
 
 
 def run_variation(recipe: Recipe, folder: Path) -> dict[str, Any]:
-    """Train and return the losses and gradient norms; `diverged` if the loss did not stay finite."""
+    """Train and return the losses and gradient norms; `diverged` if the loss did not stay finite.
+
+    Raises:
+        KeyboardInterrupt: a signal ended the training.
+    """
     norms, row = GradientNorms(), {}
     try:
-        history = train(recipe, folder, callbacks=[norms]).history
+        run = train(recipe, folder, callbacks=[norms])
+        if not run.finished:
+            raise KeyboardInterrupt
+        history = run.history
     except ArgumentError as error:
         if error.name != "learning_rate":
             raise
