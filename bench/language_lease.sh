@@ -4,8 +4,9 @@
 #     bash bench/language_lease.sh --commit ID --out "$OUT" --precompile medium \
 #         -- --preset medium --stage tune --jobs-per-device 4 -- --preset medium --stage main
 #
-# What is behind a -- goes to `kalmix bench language`; behind another -- is a further command, which runs after it. Repeat
-# the call on the same machine: it continues.
+# What is behind a -- goes to `kalmix bench language`; behind another -- is a further command, which runs after it. A
+# command that begins with "variations" goes to `kalmix_bench.experiments.language.variations`, whose rows are in
+# variations.jsonl. Repeat the call on the same machine: it continues.
 #   --commit ID          commit for the rows, since git is not there
 #   --out DIR            folder for results.jsonl, report.md, report.csv and figures
 #   --pieces DIR         pieces of the corpus (`kalmix_bench.datasets.corpus_pieces`); default runs/pieces
@@ -84,7 +85,7 @@ if [ ! -f "$work/run/results.jsonl" ] && [ -f "$rows/results.jsonl" ]; then cp "
 checkpoints="$work/checkpoints"
 memory=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1 || true)
 if [ "${memory:-0}" -gt $((12 << 20)) ]; then checkpoints="/dev/shm$work/checkpoints"; fi  # in memory, for speed
-keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
+keep() { cp "$work"/run/{results,variations}.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
 trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
@@ -94,6 +95,10 @@ run() {  # one command
   if [ "$left" -lt 30 ]; then
     echo "too little time is left in this call; repeat it"
     ended=3
+  elif [ "${1:-}" = variations ]; then
+    timeout "$left" "$python" -m kalmix_bench.experiments.language.variations --shards "$work/shards" \
+      --output "$work/run/variations.jsonl" --commit "$commit" "${@:2}" || ended=$?
+    [ "$ended" != 124 ] || ended=3
   else
     case " $* " in *" --jobs-per-device "*) share ;; esac
     if $sharing; then unset CUDA_MPS_PIPE_DIRECTORY; else export CUDA_MPS_PIPE_DIRECTORY="$work/no-sharing"; fi

@@ -16,6 +16,7 @@ import kalmix_bench.experiments.language.run  # noqa: F401 - each process would 
 from kalmix_bench.datasets.corpus_pieces import pack
 from kalmix_bench.experiments.language.protocol import PRESETS
 from kalmix_bench.runner import workers
+from kalmix_bench.runner.json_lines import read_rows
 
 from .warm_python import WarmPython
 
@@ -70,10 +71,13 @@ def test_pieces_arrive_with_several_calls_and_rows_come_back(
     first.unlink()
     late.rename(second)
     study = ("--preset", "laptop", "--layer", "attention", "--rates", "2e-2", "--tokens", "20000", "--devices", "cpu")
-    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study, "--", *study, "--seeds", "2")
+    short = ("variations", "--preset", "laptop", "--tokens", "10000", "--rate", "2e-2", "attention")
+    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study, "--", *study, "--seeds", "2", "--", *short)
     ended = call(*asked)
     assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.count("ended with status 0") == 2
+    assert ended.stdout.count("ended with status 0") == 3
+    (variation,) = read_rows(tmp_path / "out" / "variations.jsonl")
+    assert (variation["commit"], variation["variation"]) == ("abc", "attention") and variation["loss"] < 7
     rows = [json.loads(line) for line in (tmp_path / "out" / "results.jsonl").read_text().splitlines()]
     assert [row["seed"] for row in rows] == [0, 1]
     for row in rows:

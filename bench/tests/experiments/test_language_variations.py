@@ -104,3 +104,14 @@ def test_a_variation_that_a_signal_ends_has_no_row(
     with pytest.raises(KeyboardInterrupt):
         variations.run_variation(recipe, tmp_path / "run")
     assert len(steps) < 10
+
+
+@pytest.mark.slow
+def test_variations_run_side_by_side_on_several_devices(word_shards: Path) -> None:
+    tasks = []
+    for text in ("kla", 'kla {"clip": 0.001}', 'kla {"warmup": 0.5}'):
+        recipe, row = recipe_of(text, TINY, word_shards, 1280, 1e-2)
+        tasks.append((recipe, {**row, "variation": text}))
+    alone = {row["variation"]: row["loss"] for row in variations._run_all(tasks, [""])}
+    together = {row["variation"]: row["loss"] for row in variations._run_all(tasks, ["", ""])}
+    assert together == pytest.approx(alone, rel=1e-5) and len(set(alone.values())) == 3

@@ -7,17 +7,22 @@ Each variation is a layer and, behind a space, settings of `kalmix.training.Reci
 of "model" are added to the preset's. Its model is that of the stage "main". The learning rate falls to its end within
 the tokens given here. A row has the layer, the settings, held-out and training losses, and gradient norms: of all
 parameters, and at each step, after clipping, of each block and of each kind of parameter ("mixer.in_proj.weight" of
-all blocks together). Variations in the output file do not run again.
+all blocks together). Variations run side by side, one on each GPU. Those in the output file do not run again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
+from multiprocessing.queues import SimpleQueue
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +37,10 @@ from kalmix.training.run import read_history, train
 from kalmix.training.shards import Manifest
 from kalmix_bench.experiments.language import corpus
 from kalmix_bench.experiments.language.protocol import MAIN, PRESETS, LanguageCell, Preset
+from kalmix_bench.runner import options
 from kalmix_bench.runner.json_lines import append_rows, read_rows
+
+_Task = tuple[Recipe, dict[str, Any]]  # recipe, and what defines the row
 
 
 class GradientNorms(TrainerCallback):
@@ -151,22 +159,48 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="file for rows as JSON lines")
     parser.add_argument("--commit", help="commit for the rows, where there is no git")
     given = parser.parse_args()
-    logging.disable_progress_bar()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    known, waiting = read_rows(given.output), []
     for variation in given.variations:
         recipe, row = recipe_of(
             variation, PRESETS[given.preset], given.shards, int(given.tokens), given.rate, given.seed
         )
-        if any(row.items() <= known.items() for known in read_rows(given.output)):
+        if any(row.items() <= each.items() for each in known):
             print(f"already there: {variation}", flush=True)
-            continue
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory() as folder:
-            row |= {"variation": variation, **run_variation(recipe, Path(folder))}
-        seconds = round(time.monotonic() - began, 1)
-        origin = provenance(device)
-        append_rows(given.output, [{**row, "seconds": seconds, **origin, "commit": given.commit or origin["commit"]}])
-        print(f"{seconds:6.1f} s  {variation}  {' '.join(map(str, row['held_out']['loss']))}", flush=True)
+        else:
+            waiting.append((recipe, {**row, "variation": variation}))
+    for row in _run_all(waiting, options.gpus(None)):
+        append_rows(given.output, [row if given.commit is None else {**row, "commit": given.commit}])
+        print(f"{row['seconds']:6.1f} s  {row['variation']}  {' '.join(map(str, row['held_out']['loss']))}", flush=True)
+
+
+def _run_all(waiting: Sequence[_Task], devices: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Run variations, one at a time on each GPU, and yield their rows as they end."""
+    if len(devices) == 1:
+        yield from map(_run, waiting)
+        return
+    context = multiprocessing.get_context("spawn")
+    free = context.SimpleQueue()
+    for device in devices:
+        free.put(device)
+    with ProcessPoolExecutor(len(devices), context, _take_gpu, (free,)) as pool:
+        for future in as_completed([pool.submit(_run, task) for task in waiting]):
+            yield future.result()
+
+
+def _take_gpu(free: SimpleQueue[str]) -> None:
+    """Let this process see one GPU only."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = free.get()
+
+
+def _run(task: _Task) -> dict[str, Any]:
+    """Run a variation and return its row."""
+    recipe, row = task
+    logging.disable_progress_bar()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_variation(recipe, Path(folder))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return {**row, **results, "seconds": round(time.monotonic() - began, 1), **provenance(device)}
 
 
 if __name__ == "__main__":
