@@ -32,6 +32,7 @@ from kalmix.models.blocks import MLP
 
 REFUSING = {"controlled-afa", "attention-narrow"}  # one head of keys, or heads that are combined
 EVEN = {  # layers of `LAYERS` with a number of heads that two ranks can divide
+    "kla-norm": lambda: KLA(12, slots=3, norm_width=3),
     "kla-conv-full-rank": lambda: KLA(12, slots=3, value="conv"),
     "retnet": lambda: RetNet(12, heads=2),
     "attention": lambda: Attention(12, heads=2),

@@ -31,6 +31,7 @@ from kalmix.ops import Fixed
 LAYERS: dict[str, Callable[[], Mixer]] = {
     "kla": lambda: KLA(12, slots=4),
     "kla-low-rank": lambda: KLA(12, slots=3, rank=2, expand=2),
+    "kla-norm": lambda: KLA(12, slots=3, norm_width=6),
     "kla-conv": lambda: KLA(12, slots=3, rank=2, value="conv", diffusion="deviation", initial_skip=-1.0),
     "kla-noise-free": lambda: KLA(12, slots=4, process_noise=False),
     "kla-zoh": lambda: KLA(12, slots=4, discretization="zoh"),

@@ -60,6 +60,27 @@ def test_the_block_of_the_language_models(rank):
             KLA(6, **{option: wrong})
 
 
+@pytest.mark.parametrize("width", [6, 2])
+def test_a_norm_of_the_read_out(width):
+    """The norm takes read-out and skip together, before the gate; its variance uses the expected mean square."""
+    torch.manual_seed(0)
+    layer = KLA(6, slots=3, norm_width=width)
+    assert (layer.norm_scale == 1).all()
+    shake(layer)
+    x = torch.randn(2, 7, 6)
+    read, (z, gate, _) = layer.read(x, variance=True)
+    inner = (read.mean + layer.skip * z).unflatten(-1, (-1, width))
+    spread, scale = read.variance.unflatten(-1, (-1, width)), layer.norm_scale.unflatten(-1, (-1, width))
+    normed = scale * inner / (inner.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    variance = scale.square() * spread / ((inner.square() + spread).mean(-1, keepdim=True) + 1e-5)
+    got = layer.filter(x, variance=True)
+    torch.testing.assert_close(got.mean, (normed.flatten(-2) * F.silu(gate)) @ layer.out_proj.weight.T)
+    expected = (variance.flatten(-2) * F.silu(gate).square()) @ layer.out_proj.weight.square().T
+    torch.testing.assert_close(got.variance, expected)
+    with pytest.raises(kalmix.ArgumentError, match=r"norm_width.*divisor of 6"):
+        KLA(6, norm_width=4)
+
+
 def test_diffusion_is_a_variance_or_a_deviation():
     """With p = 0.01, the process noise is proportional to p in the authors' code, and to p^2 in equation 8."""
     torch.manual_seed(0)

@@ -15,15 +15,19 @@ from kalmix.beliefs import DiagonalBelief, detach, loadable, take, to
 from kalmix.designs import Design
 from kalmix.distributed import ops
 from kalmix.distributed.tensor_parallel import SHARED, Plan, Split, check_divides, gather_channels
+from kalmix.errors import ArgumentError
 from kalmix.layers.base import Mixer, check_state
 from kalmix.layers.branches import run_branches
 from kalmix.layers.fused import (
+    Gate,
     GatedSkip,
+    Norm,
     RawCellSignals,
     can_fuse_cells,
     cell_step,
     gated_skip,
     l2_normalize,
+    rms_norm,
     without_storing,
 )
 from kalmix.layers.head_sizes import divide_state
@@ -35,6 +39,8 @@ from kalmix.types import Belief, Filtered, belief_dtype, without_autocast
 from kalmix.validation import MAX_FLOAT, check_choice, check_number, check_positive_int
 
 VALUES = ("projected", "conv")
+NORM_EPS = 1e-5
+Context = tuple[Tensor, Tensor, Tensor]  # outputs of the convolution, inputs of the gate, read-out
 
 
 @loadable
@@ -96,6 +102,8 @@ class KLA(Mixer):
             p (1 - exp(-2 a s)) / (2 a) for the rate a and the step s, as in the authors' code; "deviation": p^2 is in
             place of p, as in equation 8.
         initial_skip: initial skip; -1 in the authors' code.
+        norm_width: number of channels that an RMS norm of `read + skip * z` takes together, a divisor of the channels;
+            by default, as published, there is no norm. It stabilises the first steps of deep models.
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:
@@ -139,14 +147,17 @@ class KLA(Mixer):
         value: str = "projected",
         diffusion: str = "variance",
         initial_skip: float = 1.0,
+        norm_width: int | None = None,
         kernel: str | None = None,
     ) -> None:
         super().__init__(hidden_size)
-        for name, size in (("slots", slots), ("expand", expand), ("rank", 1 if rank is None else rank)):
-            check_positive_int(name, size)
+        for name, size in (("slots", slots), ("expand", expand), ("rank", rank), ("norm_width", norm_width)):
+            check_positive_int(name, 1 if size is None else size)
         check_choice("value", value, VALUES)
         check_number("initial_skip", initial_skip, minimum=-MAX_FLOAT)
         channels = expand * hidden_size
+        if norm_width is not None and channels % norm_width:
+            raise ArgumentError("norm_width", got=norm_width, expected=f"a divisor of {channels} (channels)")
         self.slots = slots
         self.channels: int = channels
         self.kernel = kernel
@@ -159,12 +170,16 @@ class KLA(Mixer):
         self.value_proj: nn.Linear | None = None if rank is None else nn.Linear(rank, wide, bias=False)
         self.dynamics: CellDynamics = CellDynamics(slots, channels, discretization, process_noise, diffusion)
         self.skip: nn.Parameter = nn.Parameter(torch.empty(channels))
+        self.norm_width = norm_width
+        self.norm_scale: nn.Parameter | None = None if norm_width is None else nn.Parameter(torch.empty(channels))
         self.out_proj: nn.Linear = nn.Linear(channels, hidden_size, bias=False)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Set the skip to its initial value."""
+        """Set the skip to its initial value, and the scale of the norm to 1."""
         nn.init.constant_(self.skip, self.initial_skip)
+        if self.norm_scale is not None:
+            nn.init.ones_(self.norm_scale)
 
     @classmethod
     def options_for_state_size(
@@ -177,6 +192,8 @@ class KLA(Mixer):
         """Return how ranks divide the parameters: by channels. Every rank computes all queries and keys."""
         channels, rank = self.channels, self.signal_proj.out_features - 2 * self.slots
         check_divides(self, "channels", channels, ranks)
+        if self.norm_width is not None:
+            check_divides(self, "groups of channels with a norm", channels // self.norm_width, ranks)
         pair = Split(0, (channels, channels))
         wide = Split(0, (channels,)) if self.value == "conv" else pair
         plan: Plan = {name: Split(0, (channels,)) for name, _ in self.named_parameters()}
@@ -198,7 +215,7 @@ class KLA(Mixer):
 
     def read(
         self, x: Tensor, state: Belief | None = None, segments: Segments | None = None, variance: bool = False
-    ) -> tuple[Filtered, tuple[Tensor, Tensor]]:
+    ) -> tuple[Filtered, Context]:
         """Return the posterior of the read-out, `[B, T, channels]`, independent between channels; see `Mixer.read`."""
         previous = check_state(state, KLAState, x, segments)
         belief, conv_state = (None, None) if previous is None else previous
@@ -208,12 +225,12 @@ class KLA(Mixer):
                 **signals, belief=belief, variance=variance, segments=segments, kernel=self.kernel
             )
         read = Filtered(mean[:, :, 0], None if var is None else var[:, :, 0], KLAState(belief, conv_state))
-        return read, (z, gate)
+        return read, (z, gate, read.mean)
 
-    def read_step(self, x: Tensor, pool: KLAState, slots: Slots) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    def read_step(self, x: Tensor, pool: KLAState, slots: Slots) -> tuple[Tensor, Context | None]:
         """Return the read-out `[B, 1, channels]` of one token per row, and its context; update the pool in place.
 
-        On GPUs one kernel also applies skip and gate; the context is then `None`.
+        On GPUs one kernel also applies skip and gate, unless there is a norm; the context is then `None`.
         """
         belief = pool.belief
         (raw, (z, gate), _), dynamics = run_branches(
@@ -222,12 +239,13 @@ class KLA(Mixer):
             partial(self.dynamics, belief.mean.dtype),
         )
         skip = GatedSkip(z, self.skip, gate)
-        if can_fuse_cells(raw, skip, belief, ops.STEP_KERNELS.get(self.kernel or "")):
+        kernel = ops.STEP_KERNELS.get(self.kernel or "")
+        if self.norm_scale is None and can_fuse_cells(raw, skip, belief, kernel):
             return cell_step(raw, skip, dynamics, belief, slots), None
         with without_autocast(x.device):
             signals = self._activate(raw, dynamics)
             mean = ops.diagonal(**signals, belief=belief, slots=slots, kernel=self.kernel).mean
-        return mean[:, :, 0], (z, gate)
+        return mean[:, :, 0], (z, gate, mean[:, :, 0])
 
     def signals(
         self, x: Tensor, conv_state: Tensor | None = None, segments: Segments | None = None
@@ -296,15 +314,31 @@ class KLA(Mixer):
         """Return the attention maps of all channels in closed form (appendix E.4), `[B, channels, T, T]`."""
         return ops.diagonal_matrix(**self.signals(x)[0]).weights.flatten(1, 2)
 
-    def project_out(self, readout: Tensor, context: tuple[Tensor, Tensor] | None) -> Tensor:
-        """Apply skip and gate, and the output projection; without a context, the projection alone."""
+    def project_out(self, readout: Tensor, context: Context | None) -> Tensor:
+        """Apply skip, norm, gate and the output projection; without a context, the projection alone."""
         if context is None:
             return self.out_proj(readout)
-        z, gate = context
-        return without_storing(partial(gated_skip, readout, z, self.skip, gate), self.out_proj)
+        z, gate, _ = context
+        if self.norm_scale is None:
+            return without_storing(partial(gated_skip, readout, z, self.skip, gate), self.out_proj)
+        assert self.norm_width is not None
+        skipped = readout + self.skip.to(z.dtype) * z
+        norm = Norm(self.norm_width, NORM_EPS)
+        return without_storing(partial(rms_norm, skipped, self.norm_scale, norm, Gate(gate)), self.out_proj)
 
-    def project_out_variance(self, variance: Tensor, context: tuple[Tensor, Tensor]) -> Tensor:
-        """Propagate the variance through gate and output projection; exact, since channels are independent."""
-        _, gate = context
+    def project_out_variance(self, variance: Tensor, context: Context) -> Tensor:
+        """Propagate the variance through gate and output projection; exact, since channels are independent.
+
+        The norm divides by a random root mean square; here its square is replaced by the expected one. This is exact in
+        the limit of wide norms.
+        """
+        z, gate, mean = context
         with without_autocast(variance.device):
+            if self.norm_scale is not None:
+                assert self.norm_width is not None
+                skipped = mean.to(variance.dtype) + self.skip.to(variance.dtype) * z.to(variance.dtype)
+                squares = (skipped.square() + variance).unflatten(-1, (-1, self.norm_width))
+                scale = self.norm_scale.to(variance.dtype).unflatten(-1, (-1, self.norm_width))
+                factor = scale.square() / (squares.mean(-1, keepdim=True) + NORM_EPS)
+                variance = variance * factor.flatten(-2)
             return linear_variance(self.out_proj, variance * F.silu(gate).to(variance.dtype).square())
