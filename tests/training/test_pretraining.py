@@ -119,7 +119,13 @@ def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
         plan_batches(Recipe(seq_len=2048, batch_tokens=8192, context_parallel=2, shards="x", steps=1), 6)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB200"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA L20", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB300", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        *("NVIDIA GeForce RTX 5090 D", "NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI325X"),
+    ],
+)
 def test_peak_of_a_gpu_with_a_similar_name_is_not_used(name: str) -> None:
     assert peak_flops(name, bf16=True) is None
     assert peak_flops("NVIDIA L4", bf16=True) == 121e12
@@ -261,6 +267,11 @@ def test_peaks_are_found_by_the_name_of_the_gpu() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
     assert peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", bf16=False) == 19.5e12
+    assert peak_flops("NVIDIA GeForce RTX 5090", bf16=True) == 209.5e12
+    assert peak_flops("AMD Instinct MI300X", bf16=True) == 1307.4e12
+    assert peak_flops("NVIDIA RTX A6000", bf16=True) == 154.8e12
+    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("L4", "L40", "L40S")] == [121e12, 181e12, 362e12]
+    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("B200", "GB200")] == [2250e12, 2500e12]
     assert peak_flops("Unknown", bf16=True) is None
 
 
