@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kalmix.training import Recipe, recipe_checks, trainer
 from kalmix.training.batching import plan_batches
 from kalmix.training.estimates import estimate, flops_per_token, peak_flops
 from kalmix.training.initial_model import build
+from kalmix.training.recipe import CHANGEABLE
 from kalmix.training.run import train
 from kalmix.training.run_data import ShardSource
 from kalmix.training.shards import Preparation, prepare
@@ -57,6 +59,19 @@ def test_run_on_shards_resumes_bit_exactly(changes: dict, small, shards: Path, t
     for name, value in whole.model.state_dict().items():
         assert torch.equal(rest.model.state_dict()[name], value)
     assert whole.training[-1][0] == 6 * 32 * (4 if "batch_tokens" in changes else 2)
+
+
+def test_changeable_settings_do_not_affect_the_result_of_a_resumed_run(small, shards: Path, tmp_path: Path) -> None:
+    whole = train(small(), tmp_path / "whole")
+    train(small(), tmp_path / "part", callbacks=[Kill(3)])
+    shutil.copytree(shards, tmp_path / "moved")
+    changes = {"shards": str(tmp_path / "moved"), "workers": 2, "keep_checkpoints": 1, "save_minutes": 1e-4}
+    changes |= {"save_steps": 1, "report_to": ("tensorboard",), "description": "moved"}
+    assert {*changes, "text"} == {*CHANGEABLE}
+    rest = train(small(**changes), tmp_path / "part", resume=True)
+    assert rest.training == whole.training and rest.held_out == whole.held_out
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(rest.model.state_dict()[name], value, rtol=0, atol=0)
 
 
 def test_run_on_a_mixture_of_shards(small, shards: Path, tmp_path: Path) -> None:
