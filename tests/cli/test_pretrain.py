@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import signal
+from inspect import signature
 from pathlib import Path
 
 import pytest
+from transformers import TrainerCallback
 
-from kalmix.training.recipe_files import recipe_names
+from kalmix.cli.train import run as run_train
+from kalmix.training import Recipe
+from kalmix.training.recipe import CHANGEABLE, TRAIN_OPTIONS
+from kalmix.training.recipe_files import read_recipe, recipe_names
+from kalmix.training.run import finished, read_history, train
 
 SMALL = """
 layers = [{ mixer = "kla", slots = 2, repeat = 2 }]
@@ -20,6 +29,17 @@ steps = 4
 eval_tokens = 32
 description = "A [small] recipe"
 """
+
+
+class Interrupt(TrainerCallback):
+    """Callback that sends this process SIGTERM during a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        if state.global_step == self.step - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.fixture
@@ -52,6 +72,66 @@ def test_dry_run_prints_size_work_memory_and_time(kalmix, tmp_path: Path) -> Non
     assert not (tmp_path / "run").exists()
     result = kalmix("pretrain", "kla-45m", "--dry-run", "--gpu", "Abacus")
     assert "no estimated time: the GPU is not known" in result.output
+    assert all(name in result.output for name in ("A100,", "MI300X,", "RTX 5090"))
+
+
+def test_dry_run_assumes_the_given_mfu(kalmix) -> None:
+    line = ("pretrain", "kla-45m", "--dry-run", "--gpu", "H200")
+    whole, part = (kalmix(*line, *more).output.splitlines()[-1] for more in (("--mfu", 0.02), ("--mfu", 0.01)))
+    assert whole.endswith("at an MFU of 2%, an assumption") and part.endswith("at an MFU of 1%, an assumption")
+    hours = [float(re.search(r"about ([\d.]+) hours", x)[1]) for x in (whole, part)]
+    assert hours[1] == pytest.approx(2 * hours[0], rel=0.01)
+
+
+def test_resumed_run_takes_settings_that_do_not_affect_its_result(
+    kalmix, recipe: Path, text_file: Path, tmp_path: Path
+) -> None:
+    shards, moved, output = tmp_path / "shards", tmp_path / "moved", tmp_path / "run"
+    result = kalmix("data", "prepare", text_file, "--vocab-size", 270, "--held-out", 0, "--output", shards)
+    assert result.status == 0, result.errors
+    train(read_recipe(str(recipe), [f"shards={shards}"]), output, callbacks=[Interrupt(3)])
+    shards.rename(moved)
+    resume = ("pretrain", "--resume", "--output", output)
+    refused = kalmix(*resume, "--set", f"shards={moved}", "--set", "steps=9")
+    assert refused.status == 2 and "`set` changes `steps`" in refused.errors
+    assert all(f"`{name}`" in refused.errors for name in CHANGEABLE) and len(refused.errors.splitlines()) == 1
+    changes = [f"shards={moved}", "workers=1", "keep_checkpoints=1", "save_minutes=3", "save_steps=2"]
+    settings = [x for change in [*changes, "description=moved"] for x in ("--set", change)]
+    result = kalmix(*resume, *settings)
+    assert result.status == 0, result.errors
+    saved = Recipe.load(output)
+    assert (saved.shards, saved.workers, saved.keep_checkpoints) == (str(moved), 1, 1)
+    assert (saved.save_minutes, saved.save_steps, saved.description, saved.steps) == (3, 2, "moved", 4)
+    assert finished(read_history(output))
+
+
+def test_resumed_run_refuses_other_data(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
+    train(read_recipe(str(recipe), [f"text={text_file}"]), tmp_path / "run", callbacks=[Interrupt(3)])
+    (tmp_path / "other.txt").write_text(text_file.read_text() + "more")
+    result = kalmix("pretrain", "--resume", "--output", tmp_path / "run", "--set", f"text={tmp_path / 'other.txt'}")
+    assert result.status == 2 and "`text` is not the same" in result.errors
+
+
+def test_options_of_train_are_listed() -> None:
+    assert {*TRAIN_OPTIONS} == {*signature(run_train).parameters} - {"context", "output", "resume"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "command"),
+    [({"layers": ("kla",)}, "train"), ({"shards": "x"}, "pretrain"), ({"clip": 2.0}, "pretrain")],
+)
+def test_run_without_a_model_is_not_called_damaged(kalmix, settings: dict, command: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "model").mkdir(parents=True)
+    (run / "model" / "tokenizer.json").write_text("{}")
+    Recipe(steps=30, **settings).save(run)
+    hint = f"Continue it with: kalmix {command} --resume --output {run}"
+    for arguments in (("generate", run), ("generate", run / "model"), ("inspect", run, "--text", "a")):
+        result = kalmix(*arguments)
+        assert result.status == 2 and "a run that is not finished" in result.errors
+        assert hint in result.errors and "damaged" not in result.errors
+    (run / "history.json").write_text('[{"progress": 1.0}]')
+    assert "config.json is missing" in kalmix("generate", run).errors
 
 
 def test_run_on_shards(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
@@ -84,7 +164,13 @@ def test_run_on_text_ends_with_a_report(kalmix, recipe: Path, text_file: Path, t
         (("kla-45m", "--output", " "), "`output` is empty"),
         (("--resume",), "`output` is missing"),
         (("kla-45m", "--resume", "--output", "x"), "`recipe` is given with --resume"),
-        (("--resume", "--output", "x", "--set", "steps=1"), "`set` is given with --resume"),
+        (("--resume", "--output", "x", "--set", "workers=1"), "holds no run"),
+        (
+            ("--resume", "--output", "x", "--mfu", "0.1"),
+            "`mfu` is given with --resume; expected only --output and --set",
+        ),
+        (("kla-45m", "--dry-run", "--gpu", "H200", "--mfu", "0"), "`mfu` is 0"),
+        (("kla-45m", "--set", "steps=1"), "`shards` is missing, and so is `text`"),
         (("kla-45m", "--dry-run", "--gpus", "0"), "`gpus` is 0"),
         (("kla-45m", "--dry-run", "--gpus", "3"), "`batch_tokens`"),
         (("kla-45m", "--set", "shards=nothing"), "nothing"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from kalmix.training import Recipe, recipe_checks, trainer
 from kalmix.training.batching import plan_batches
 from kalmix.training.estimates import estimate, flops_per_token, peak_flops
 from kalmix.training.initial_model import build
+from kalmix.training.recipe import CHANGEABLE
 from kalmix.training.run import train
 from kalmix.training.run_data import ShardSource
 from kalmix.training.shards import Preparation, prepare
@@ -57,6 +59,19 @@ def test_run_on_shards_resumes_bit_exactly(changes: dict, small, shards: Path, t
     for name, value in whole.model.state_dict().items():
         assert torch.equal(rest.model.state_dict()[name], value)
     assert whole.training[-1][0] == 6 * 32 * (4 if "batch_tokens" in changes else 2)
+
+
+def test_changeable_settings_do_not_affect_the_result_of_a_resumed_run(small, shards: Path, tmp_path: Path) -> None:
+    whole = train(small(), tmp_path / "whole")
+    train(small(), tmp_path / "part", callbacks=[Kill(3)])
+    shutil.copytree(shards, tmp_path / "moved")
+    changes = {"shards": str(tmp_path / "moved"), "workers": 2, "keep_checkpoints": 1, "save_minutes": 1e-4}
+    changes |= {"save_steps": 1, "report_to": ("tensorboard",), "description": "moved"}
+    assert {*changes, "text"} == {*CHANGEABLE}
+    rest = train(small(**changes), tmp_path / "part", resume=True)
+    assert rest.training == whole.training and rest.held_out == whole.held_out
+    for name, value in whole.model.state_dict().items():
+        torch.testing.assert_close(rest.model.state_dict()[name], value, rtol=0, atol=0)
 
 
 def test_run_on_a_mixture_of_shards(small, shards: Path, tmp_path: Path) -> None:
@@ -119,7 +134,13 @@ def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
         plan_batches(Recipe(seq_len=2048, batch_tokens=8192, context_parallel=2, shards="x", steps=1), 6)
 
 
-@pytest.mark.parametrize("name", ["NVIDIA L40", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB200"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("NVIDIA L20", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB300", "NVIDIA GeForce RTX 4090 Laptop GPU"),
+        *("NVIDIA GeForce RTX 5090 D", "NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI325X"),
+    ],
+)
 def test_peak_of_a_gpu_with_a_similar_name_is_not_used(name: str) -> None:
     assert peak_flops(name, bf16=True) is None
     assert peak_flops("NVIDIA L4", bf16=True) == 121e12
@@ -261,6 +282,11 @@ def test_peaks_are_found_by_the_name_of_the_gpu() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
     assert peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
     assert peak_flops("NVIDIA A100-SXM4-40GB", bf16=False) == 19.5e12
+    assert peak_flops("NVIDIA GeForce RTX 5090", bf16=True) == 209.5e12
+    assert peak_flops("AMD Instinct MI300X", bf16=True) == 1307.4e12
+    assert peak_flops("NVIDIA RTX A6000", bf16=True) == 154.8e12
+    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("L4", "L40", "L40S")] == [121e12, 181e12, 362e12]
+    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("B200", "GB200")] == [2250e12, 2500e12]
     assert peak_flops("Unknown", bf16=True) is None
 
 

@@ -18,6 +18,7 @@ from .test_pretraining import shards  # noqa: F401 - a fixture
 
 NAMES = recipe_names()
 MILLIONS = {"45m": 45, "180m": 180, "440m": 440, "1b": 1000, "2.8b": 2800}
+VARIANTS = ("kla-plus-45m", "kla-code-45m")
 TABLE_13 = {"45m": (496, 1.8e9, 131_072), "180m": (1360, 10.9e9, 524_288)}
 TABLES_4_AND_5 = {  # blocks, heads, width, batch, tokens, context
     "gka-440m": (28, 8, 1024, 2**20, 8e9, 2048),
@@ -37,7 +38,7 @@ def test_recipe_of_a_paper_has_the_size_of_its_name(name: str) -> None:
     assert size.upper() in recipe.description and "(" in recipe.description
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("gka")])
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("gka", *VARIANTS))])
 def test_recipes_of_table_13(name: str) -> None:
     recipe = read_recipe(name)
     width, tokens, batch = TABLE_13[name.rpartition("-")[2]]
@@ -53,6 +54,26 @@ def test_recipes_of_table_13(name: str) -> None:
     reference = read_recipe(f"kla-{name.rpartition('-')[2]}")
     counts = [estimate(x, plan_batches(x, 1)).parameters for x in (recipe, reference)]
     assert counts[0] == pytest.approx(counts[1], rel=0.07)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "options"),
+    [
+        ("kla-plus-45m", {"loss": "marginal"}, {}),
+        ("kla-code-45m", {}, {"value": "conv", "rank": 62, "initial_skip": -1.0}),
+    ],
+    ids=VARIANTS,
+)
+def test_variants_of_kla_differ_from_it_in_loss_and_block_only(name: str, changes: dict, options: dict) -> None:
+    recipe, kla = read_recipe(name), read_recipe("kla-45m")
+    model = {"loss_samples": 10, "predict": "marginal"} if name == "kla-plus-45m" else {}
+    layers = tuple({**layer, **options} for layer in kla.layers)
+    expected = {"layers": layers, "model": {**kla.model, **model}, "description": recipe.description}
+    assert recipe == replace(kla, **expected, **changes)
+    counts = [estimate(x, plan_batches(x, 1)).parameters for x in (kla, recipe)]
+    width = kla.hidden_size  # projections of v and noise, replaced by one of the noise through the rank
+    saved = 12 * (2 * width * width - 2 * 62 * width) if options else 0
+    assert counts[0] - counts[1] == saved
 
 
 @pytest.mark.parametrize("name", TABLES_4_AND_5)
@@ -83,7 +104,7 @@ def test_large_recipe_takes_a_step_at_reduced_size(name: str, shards: Path, tmp_
     assert train(replace(recipe, **small), tmp_path / "run").finished
 
 
-@pytest.mark.parametrize("name", ["kla-45m", "gpt-mamba-45m", "gpt-gdn-45m"])
+@pytest.mark.parametrize("name", ["kla-45m", *VARIANTS, "gpt-mamba-45m", "gpt-gdn-45m"])
 def test_recipe_trains_at_reduced_width(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
     recipe = read_recipe(name, [f"shards={shards}", "steps=2", "vocab_size=288", "hidden_size=16", "eval_tokens=0"])
     layers = tuple({k: v for k, v in x.items() if k not in ("heads", "head_dim")} for x in recipe.layers[-2:])
@@ -111,6 +132,8 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
         learning_rates={"head": 1e-3, "embeddings": 0.3},
     )
     assert read_recipe(path, ["steps=none"]).tokens == 10**9
+    assert read_recipe(path, ["report_to=wandb"]).report_to == ("wandb",)
+    assert read_recipe(path, ['report_to=["wandb", "mlflow"]']).report_to == ("wandb", "mlflow")
     assert read_recipe(path, ['shards={"a.b" = 1.0, c = 2.0}']).shards == {"a.b": 1.0, "c": 2.0}
 
 
@@ -119,7 +142,8 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
     [
         ("steps = ", [], "no TOML"),
         ("step = 3", [], "has no setting 'step'"),
-        ("steps = 3", ["stepz=4"], "has no setting 'stepz'"),
+        ("steps = 3", ["stepz=4"], "has no setting 'stepz'.*Did you mean 'steps'"),
+        ("steps = 3", ["lr=4"], "has no setting 'lr'.*Did you mean 'learning_rate' or 'learning_rates'"),
         ("steps = 3", ["steps"], "`set` is 'steps'"),
         ("steps = 3", ["steps.more=2"], "it is no mapping"),
         ("steps = 3", ["steps=many"], "`steps` is 'many'"),

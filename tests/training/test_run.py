@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,8 @@ def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path) -> None
     for change in ({"hidden_size": 16}, {"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4}):
         with pytest.raises(ArgumentError, match=rf"`{next(iter(change))}` is .*in the run to resume"):
             train(recipe(**change), tmp_path, resume=True)
-    assert train(Recipe.load(tmp_path), str(tmp_path), resume=True).finished
+    assert train(replace(Recipe.load(tmp_path), keep_checkpoints=1), str(tmp_path), resume=True).finished
+    assert Recipe.load(tmp_path).keep_checkpoints == 1
 
 
 def test_wrong_arguments_of_train_are_named(recipe, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kalmix.errors import ArgumentError
+from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, how_to_continue
 from kalmix.validation import check_choice
 
 if TYPE_CHECKING:
@@ -28,8 +29,8 @@ def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, P
         predict: replaces `KalmixConfig.predict`.
 
     Raises:
-        ArgumentError: the folder is missing, holds no kalmix model, or is damaged; or `predict` is unknown, or is
-            "marginal" and the last layer has no posterior.
+        ArgumentError: the folder is missing, holds no kalmix model, is damaged, or is a run without a model yet; or
+            `predict` is unknown, or is "marginal" and the last layer has no posterior.
     """
     model = load_model(folder, predict)
     from kalmix.training.data import read_tokenizer
@@ -58,11 +59,17 @@ def model_folder(folder: Path) -> Path:
     """Return the folder with the model of a run: `folder` itself, or its subfolder `model`.
 
     Raises:
-        ArgumentError: the folder is missing.
+        ArgumentError: the folder is missing, or is a run that was stopped before it saved its model.
     """
     if not folder.is_dir():
         raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
-    return folder / "model" if (folder / "model").is_dir() else folder
+    found = folder / "model" if (folder / "model").is_dir() else folder
+    run = folder if (folder / RECIPE_FILE).exists() else folder.parent
+    is_run = (run / RECIPE_FILE).exists() and found in (run, run / "model")
+    if is_run and not (run / HISTORY).exists() and not (found / "config.json").exists():
+        got = f"{str(folder)!r}, a run that is not finished and has saved no model"
+        raise ArgumentError("model", got=got, expected="a finished run", hint=how_to_continue(Recipe.load(run), run))
+    return found
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalLM, folder: Path) -> None:
@@ -104,7 +111,6 @@ def load_run(folder: Path) -> Run:
 
     from kalmix.training import corpus as text
     from kalmix.training import inputs
-    from kalmix.training.recipe import Recipe
     from kalmix.training.run import Run, finished, read_history
 
     recipe, history = Recipe.load(folder), read_history(folder)
@@ -113,8 +119,8 @@ def load_run(folder: Path) -> Run:
         raise ArgumentError("run", got=got, expected="a run on a text")
     if not finished(history):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
-        hint = f"Continue it with: kalmix train --resume --output {folder}"
-        raise ArgumentError("run", problem=f"{str(folder)!r} stopped {done}", expected="a finished run", hint=hint)
+        problem = f"{str(folder)!r} stopped {done}"
+        raise ArgumentError("run", problem=problem, expected="a finished run", hint=how_to_continue(recipe, folder))
     model, tokenizer = load(folder)
     corpus, before = text.load_corpus(recipe.text), inputs.load(folder)
     if before is not None:

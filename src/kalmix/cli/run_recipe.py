@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from rich.console import Console
 from kalmix._extras import require_extra
 from kalmix.errors import ArgumentError
 from kalmix.training.recipe import Recipe
+from kalmix.training.recipe_files import change_recipe
 
 
 def output_folder(output: str | None) -> Path:
@@ -24,20 +26,27 @@ def output_folder(output: str | None) -> Path:
     return Path("runs") / f"{datetime.now():%Y%m%d-%H%M%S}" if output is None else Path(output)
 
 
-def resumed_recipe(context: typer.Context, output: str | None) -> Recipe:
+def resumed_recipe(context: typer.Context, output: str | None, settings: Sequence[str] | None = None) -> Recipe:
     """Return the recipe of the run to resume.
 
+    Args:
+        context: options of the command.
+        output: folder of the run.
+        settings: settings of --set; `None` if the command has no such option.
+
     Raises:
-        ArgumentError: `output` or the run is missing, or another option is given.
+        ArgumentError: `output` or the run is missing, a setting may not change, or another option is given.
     """
     if output is None:
         raise ArgumentError("output", problem="is missing", expected="the folder of the run, with --resume")
+    allowed = ("output", "resume") if settings is None else ("output", "resume", "settings")
     for parameter in context.command.params:
         source = context.get_parameter_source(parameter.name or "")
-        if parameter.name not in ("output", "resume") and source is not None and source.name == "COMMANDLINE":
+        if parameter.name not in allowed and source is not None and source.name == "COMMANDLINE":
             name, hint = parameter.opts[0].lstrip("-").replace("-", "_"), "A resumed run keeps its settings"
-            raise ArgumentError(name, problem="is given with --resume", expected="only --output", hint=hint)
-    return Recipe.load(Path(output))
+            expected = "only --output" if settings is None else "only --output and --set"
+            raise ArgumentError(name, problem="is given with --resume", expected=expected, hint=hint)
+    return change_recipe(Recipe.load(Path(output)), settings or ())
 
 
 def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, command: str) -> None:

@@ -20,7 +20,6 @@ from kalmix.training.batching import Batching
 from kalmix.training.initial_model import build
 from kalmix.training.recipe import Recipe
 
-ASSUMED_MFU = 0.3  # of estimated times
 STATE_BYTES = 16  # per parameter: weight, gradient and two averages of AdamW, in float32
 
 
@@ -28,7 +27,7 @@ class Peak(NamedTuple):
     """Peak dense matrix products of a GPU, in FLOP/s, from its data sheet.
 
     Attributes:
-        name: whole words in the name that the driver gives it.
+        name: whole words in the name that the driver gives it. Variants for laptops and "D" do not match.
         half: in bfloat16, with sums in float32.
         single: in float32, without TF32.
     """
@@ -40,6 +39,7 @@ class Peak(NamedTuple):
 
 # The first name that matches counts.
 PEAKS = (
+    Peak("GB200", 2500e12, 80e12),
     Peak("B200", 2250e12, 75e12),
     Peak("GH200", 989e12, 67e12),
     Peak("H200 NVL", 835e12, 60e12),
@@ -48,10 +48,14 @@ PEAKS = (
     Peak("H100 PCIe", 756e12, 51e12),
     Peak("H100", 989e12, 67e12),
     Peak("A100", 312e12, 19.5e12),
+    Peak("A6000", 154.8e12, 38.7e12),
     Peak("L40S", 362e12, 91.6e12),
+    Peak("L40", 181e12, 90.5e12),
     Peak("L4", 121e12, 30.3e12),
     Peak("A10", 125e12, 31.2e12),
+    Peak("RTX 5090", 209.5e12, 104.8e12),
     Peak("RTX 4090", 165e12, 82.6e12),
+    Peak("MI300X", 1307.4e12, 163.4e12),
 )
 
 
@@ -63,7 +67,8 @@ def peak_flops(device_name: str, bf16: bool) -> float | None:
         >>> peak_flops("NVIDIA H200", bf16=True)
         989000000000000.0
     """
-    found = next((x for x in PEAKS if re.search(rf"\b{x.name}\b", device_name, re.IGNORECASE)), None)
+    pattern = r"\b{}\b(?! (?:Laptop|D)\b)"
+    found = next((x for x in PEAKS if re.search(pattern.format(x.name), device_name, re.IGNORECASE)), None)
     return None if found is None else found.half if bf16 else found.single
 
 
@@ -102,9 +107,9 @@ class Estimate(NamedTuple):
     state_bytes: int
     activation_bytes: int
 
-    def hours(self, peak: float, devices: int) -> float | None:
-        """Return the hours of the run on `devices` GPUs of `peak` FLOP/s at an MFU of `ASSUMED_MFU`."""
-        return None if self.flops is None else self.flops / (peak * devices * ASSUMED_MFU) / 3600
+    def hours(self, peak: float, devices: int, mfu: float) -> float | None:
+        """Return the hours of the run on `devices` GPUs of `peak` FLOP/s, of which it uses the fraction `mfu`."""
+        return None if self.flops is None else self.flops / (peak * devices * mfu) / 3600
 
 
 def estimate(recipe: Recipe, batching: Batching) -> Estimate:

@@ -16,7 +16,18 @@ from kalmix.training.recipe_checks import check_recipe
 from kalmix.validation import check_types
 
 Layers = tuple[str | dict[str, Any], ...]
-RECIPE_FILE = "recipe.json"
+RECIPE_FILE, HISTORY = "recipe.json", "history.json"  # the latter is written after the model
+# Settings that a resumed run may change, since they do not affect its result. Data is checked by its digest.
+CHANGEABLE = (
+    *("shards", "text", "workers", "keep_checkpoints", "save_minutes", "save_steps"),
+    *("report_to", "description"),
+)
+# Settings for which `kalmix train` has an option; `kalmix pretrain` takes all.
+TRAIN_OPTIONS = (
+    *("text", "tokenizer", "vocab_size", "layers", "hidden_size", "seq_len", "batch_size", "grad_accum"),
+    *("separate_documents", "steps", "minutes", "learning_rate", "weight_decay", "warmup", "cooldown", "loss"),
+    *("bf16", "compile", "seed"),
+)
 DEFAULT_MINUTES = 3.5  # of `kalmix train` without a limit
 
 
@@ -213,6 +224,19 @@ class Recipe:
 
 
 RECIPE_FIELDS = tuple(x.name for x in fields(Recipe))
+
+
+def how_to_continue(recipe: Recipe, output: Path) -> str:
+    """Return a sentence with the command that continues a run: `kalmix train` if it has options for its settings.
+
+    Args:
+        recipe: settings of the run.
+        output: folder of the run.
+    """
+    default = Recipe(steps=1)
+    changed = {name for name in RECIPE_FIELDS if getattr(recipe, name) != getattr(default, name)}
+    command = "train" if changed <= set(TRAIN_OPTIONS) else "pretrain"
+    return f"Continue it with: kalmix {command} --resume --output {output}"
 
 
 def as_fields(given: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ from inspect import get_annotations
 from pathlib import Path
 from typing import Any
 
-from kalmix.errors import ArgumentError, any_of
-from kalmix.training.recipe import RECIPE_FIELDS, Layers, Recipe, as_fields, parse_layers
+from kalmix.errors import ArgumentError, any_of, similar_names
+from kalmix.training.recipe import CHANGEABLE, RECIPE_FIELDS, Layers, Recipe, as_fields, parse_layers
 
 SUFFIX = ".toml"
 MAX_REPEATS = 9999
@@ -41,8 +41,8 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     Args:
         name: path of a file, or name of a recipe that comes with kalmix (`recipe_names`).
         settings: settings that replace those of the file, as "key=value". The value is TOML; a word without quotes is a
-            string, and none is `None`. "key.name=value" sets one entry of a mapping. Setting `steps` unsets `tokens`,
-            setting `shards` unsets `text`, and the reverse.
+            string, and none is `None`. A single name stands for a tuple of names. "key.name=value" sets one entry of a
+            mapping. Setting `steps` unsets `tokens`, setting `shards` unsets `text`, and the reverse.
 
     Raises:
         ArgumentError: the file is missing or no TOML, or a key or a value is not one of a recipe.
@@ -55,6 +55,37 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     """
     given = _read(name)
     _check_names(given)
+    return _replace(given, settings)
+
+
+def change_recipe(recipe: Recipe, settings: Sequence[str]) -> Recipe:
+    """Return the recipe of a run to resume with other settings.
+
+    Args:
+        recipe: settings of the run.
+        settings: settings to change, as in `read_recipe`; of `kalmix.training.recipe.CHANGEABLE` only.
+
+    Raises:
+        ArgumentError: a setting is unknown, has a wrong value, or affects the result of the run.
+
+    Example:
+        >>> from kalmix.training import Recipe
+        >>> from kalmix.training.recipe_files import change_recipe
+        >>> change_recipe(Recipe(steps=100, shards="old"), ["shards=new", "workers=2"]).shards
+        'new'
+    """
+    for setting in settings:
+        key = _parse_setting(setting)[0]
+        _check_names({key: None})
+        if key not in CHANGEABLE:
+            names = ", ".join(f"`{name}`" for name in CHANGEABLE)
+            problem = f"changes `{key}`, but a resumed run keeps the settings that affect its result"
+            raise ArgumentError("set", problem=problem, expected=f"only {names} with --resume")
+    return _replace(dict(vars(recipe)), settings)
+
+
+def _replace(given: dict[str, Any], settings: Sequence[str]) -> Recipe:
+    """Return the recipe of given settings, some of them replaced."""
     replaced: dict[str, Any] = {}
     for setting in settings:
         key, entry, value = _parse_setting(setting)
@@ -95,7 +126,10 @@ def _read(name: str) -> dict[str, Any]:
 def _check_names(given: dict[str, Any]) -> None:
     for key in given:
         if key not in RECIPE_FIELDS:
-            raise ArgumentError("recipe", problem=f"has no setting {key!r}", expected=any_of(RECIPE_FIELDS))
+            initials = [name for name in RECIPE_FIELDS if "".join(x[0] for x in name.split("_")) == key]  # such as lr
+            similar = initials or similar_names(key, RECIPE_FIELDS)
+            hint = f"Did you mean {any_of(similar)}?" if similar else ""
+            raise ArgumentError("recipe", problem=f"has no setting {key!r}", expected=any_of(RECIPE_FIELDS), hint=hint)
 
 
 def _parse_setting(setting: str) -> tuple[str, str | None, Any]:
@@ -117,6 +151,8 @@ def _to_recipe(given: dict[str, Any]) -> Recipe:
     for key, value in given.items():
         if isinstance(value, float) and value.is_integer() and "int" in hints[key] and "float" not in hints[key]:
             given[key] = int(value)  # such as 1e9 tokens
+        elif isinstance(value, str) and hints[key].startswith("tuple[str"):
+            given[key] = (value,)  # a single name
     layers = given.get("layers")
     if isinstance(layers, str):
         given["layers"] = parse_layers(layers)

@@ -43,13 +43,12 @@ from kalmix.training.checkpoints import check_step_size, list_checkpoints, newes
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
 from kalmix.training.peers import how_to_resume, watched_peers
-from kalmix.training.recipe import RECIPE_FILE, Recipe
+from kalmix.training.recipe import CHANGEABLE, HISTORY, RECIPE_FILE, Recipe
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
 from kalmix.validation import check_bool
 
-HISTORY = "history.json"
 UNLISTED = ("all", "none", "flyte", "azure_ml")  # names in `report_to` that transformers accepts; it need not list them
 
 
@@ -119,7 +118,8 @@ def train(
     train one model: pass equal arguments to all. If their `output` differs, that of the first process counts.
 
     Args:
-        recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`.
+        recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`; those in
+            `kalmix.training.recipe.CHANGEABLE` may differ, and recipe.json is then rewritten.
         output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. In a
             folder `recipe.text`, the run's own files would change the text, so that it cannot be resumed. The run
             writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
@@ -195,10 +195,10 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks:
 
 
 def _check_same_recipe(recipe: Recipe, output: Path) -> None:
-    """Check that the settings of a resumed run are those that it began with. Data is checked by its digest."""
+    """Check that the settings of a resumed run are those that it began with, except for `CHANGEABLE` ones."""
     given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(output)))
     for name, value in saved.items():
-        if name not in ("text", "shards") and given[name] != value:
+        if name not in CHANGEABLE and given[name] != value:
             expected, hint = f"{value!r}, as in the run to resume", "`Recipe.load(output)` returns its settings"
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
