@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import math
 import random
+import socket
+import sys
 from pathlib import Path
 
+import nltk
 import pytest
 import torch
 
 from kalmix.evaluation.judge import begin_texts
 from kalmix.evaluation.perplexity import perplexity, read_text
-from kalmix.evaluation.ruler import deciles, needles
-from kalmix.evaluation.suites import units_of
+from kalmix.evaluation.ruler import deciles, load_ruler_task, needles
+from kalmix.evaluation.suites import MAX_LENGTH, units_of
+from kalmix.evaluation.table import score_tables
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import read_tokenizer
 from kalmix.training.evaluation import surprisals
@@ -74,6 +78,23 @@ def test_needles_are_found_by_generation(kalmix, run_folder: Path, tasks: list, 
     assert "S-NIAH-1" in result.output and "90-100%" in (output / "long.md").read_text()
 
 
+def test_local_data_need_no_network(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """lm-eval's code of needle tasks downloads a model of NLTK when it is imported; `data` prevents it."""
+    asked = []
+
+    def refuse(host: object, *rest: object, **options: object) -> None:
+        asked.append(host)
+        raise socket.gaierror("no network")
+
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+    monkeypatch.setattr(nltk.data, "path", [])
+    for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.ruler.")]:
+        monkeypatch.delitem(sys.modules, name)
+    loaded = load_ruler_task("niah_single_1", 1000, 1, str(run_folder / "model"), tmp_path)
+    assert len(loaded.dataset["test"]) == 1 and "lm_eval.tasks.ruler.prepare_niah" in sys.modules
+    assert not asked
+
+
 def test_needles_have_positions():
     """Two needles at a quarter and near the end of a prompt; the answer contains one of them."""
 
@@ -92,6 +113,28 @@ def test_needles_have_positions():
     assert [x.decile for x in found] == [2, 9]
     counts = deciles(found)
     assert len(counts) == 10 and counts[2] == {"needles": 1, "found": 1} and counts[9] == {"needles": 1, "found": 0}
+
+
+def test_needles_are_printed_by_task_and_depth():
+    """Two tasks at two lengths: a table of both, and one with a row for each; a single task needs no second table."""
+
+    def record(*found: int) -> dict[str, object]:
+        counts = [{"needles": 4, "found": n} for n in (*found, *[4] * (9 - len(found)))]
+        return {"scores": {"score": 0.5}, "rows": 10, "deciles": [*counts, {"needles": 0, "found": 0}]}
+
+    lengths = (4096, MAX_LENGTH)
+    records = {f"niah_multikey_1@{length}": record(0, 3) for length in lengths}
+    records |= {f"niah_single_1@{length}": record(1) for length in lengths}
+    _, pooled, split = score_tables("long", "tiny", records)
+    assert pooled.rows[0] == ["0-10%", "12.50", "12.50"] and pooled.rows[9] == ["90-100%", "-", "-"]
+    assert split.columns == ["task", "tokens", *(row[0] for row in pooled.rows)]
+    assert [row[:4] for row in split.rows] == [
+        *(["S-NIAH-1", f"{length:,}", "25.0", "100.0"] for length in lengths),
+        *(["MK-NIAH-1", f"{length:,}", "0.0", "75.0"] for length in lengths),
+    ]
+    assert all(row[-1] == "-" for row in split.rows)
+    assert max(map(len, split.text().splitlines())) <= 100
+    assert len(score_tables("long", "tiny", {"niah_single_1@4096": record()})) == 2
 
 
 @pytest.mark.slow

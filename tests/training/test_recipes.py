@@ -157,6 +157,13 @@ def test_wrong_files_and_settings_are_refused(text: str, settings: list, message
         read_recipe(write(tmp_path, text), settings)
 
 
+def test_example_for_a_laptop_is_a_small_recipe() -> None:
+    recipe = read_recipe(str(Path(__file__).parents[2] / "examples" / "laptop.toml"), ["shards=x"])
+    batching = plan_batches(recipe, 1)
+    found = estimate(recipe, batching)
+    assert 1e6 < found.parameters < 2e6 and recipe.steps * batching.step_tokens < 5e5
+
+
 def test_unknown_recipe_is_refused() -> None:
     with pytest.raises(ArgumentError, match=r"'kla-46m', which does not exist.*'kla-45m'"):
         read_recipe("kla-46m")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -78,7 +79,7 @@ def load_ruler_task(task: str, length: int, limit: int | None, tokenizer: str, d
     try:
         if task in ESSAYS:
             _check_sentences(data)
-        with _local_questions(data):
+        with _no_downloads_of_nltk(), _local_questions(data):
             _check_room(task, length, tokenizer)
             metadata = {"tokenizer": tokenizer, "max_seq_lengths": [length]}
             found = load_task(task_manager(metadata), task, data)
@@ -122,17 +123,36 @@ def deciles(found: Sequence[Needle]) -> list[dict[str, int]]:
 
 
 def _check_sentences(data: Path | None) -> None:
-    """Check that NLTK can split essays into sentences; download its model if `data` is `None`."""
+    """Check that NLTK can split essays into sentences; download its model if `data` is `None`.
+
+    Raises:
+        ArgumentError: the model is missing.
+    """
     try:
         nltk.data.find("tokenizers/punkt_tab")
         return
     except LookupError:
         pass
-    with quiet():
-        if data is None and nltk.download("punkt_tab"):
+    with quiet():  # NLTK's default for errors is the stream that was `sys.stderr` at its import
+        if data is None and nltk.download("punkt_tab", print_error_to=sys.stderr):
             return
     expected = "nltk_data/tokenizers/punkt_tab in --data, or a network"
     raise ArgumentError("data", problem="lacks the sentence tokenizer punkt_tab of NLTK", expected=expected)
+
+
+@contextmanager
+def _no_downloads_of_nltk() -> Iterator[None]:
+    """Make `nltk.download` do nothing.
+
+    lm-eval calls it when it imports the code of needle tasks, also of those without essays, which need no model.
+    """
+    module: Any = nltk
+    download = module.download
+    module.download = lambda *args, **options: False
+    try:
+        yield
+    finally:
+        module.download = download
 
 
 @contextmanager

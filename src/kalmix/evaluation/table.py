@@ -9,6 +9,7 @@ from kalmix.evaluation.printed_figures import printed_tables
 from kalmix.evaluation.suites import PERPLEXITY, SUITES
 
 MISSING = "-"
+DEPTHS = tuple(f"{n}-{n + 10}%" for n in range(0, 100, 10))  # tenths of the prompt
 
 
 class ScoreTable(NamedTuple):
@@ -55,7 +56,7 @@ def score_tables(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) 
 
 
 def _by_length(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) -> list[ScoreTable]:
-    """Return tables of scores by task and length, of needles by depth and length, and of perplexities by length."""
+    """Return tables of scores by task and length, of needles by depth, and of perplexities by length."""
     found: dict[str, dict[int, Mapping[str, Any]]] = {}
     for key, record in tasks.items():
         task, _, length = key.partition("@")
@@ -73,13 +74,7 @@ def _by_length(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) ->
         counts = {record["rows"] for records in found.values() for record in records.values()}
         notes = [f"Score in % by length in tokens, from generated text. Rows of a task: {_range(counts)}."]
         tables.append(ScoreTable(f"RULER: {name}", ["task", *headings], rows, notes))
-    columns = [[found[x].get(length, {}).get("deciles") for x in found] for length in lengths]
-    if any(counts for column in columns for counts in column):
-        rows = [[f"{10 * n}-{10 * n + 10}%", *(_found(column, n) for column in columns)] for n in range(10)]
-        notes = [
-            "Found needles in % by length in tokens, over all needle tasks. Depth 0% is the beginning of the prompt."
-        ]
-        tables.append(ScoreTable(f"Needles by depth: {name}", ["depth", *headings], rows, notes))
+    tables += _by_depth(suite, name, found, lengths)
     if texts:
         order = sorted(texts)
         rows = [["perplexity", *(f"{texts[length]['scores'][PERPLEXITY]:.3f}" for length in order)]]
@@ -89,15 +84,41 @@ def _by_length(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) ->
     return tables
 
 
+def _by_depth(
+    suite: str, name: str, found: Mapping[str, Mapping[int, Mapping[str, Any]]], lengths: Sequence[int]
+) -> list[ScoreTable]:
+    """Return a table of needles by depth and length, over all tasks; and one by task, if there are several."""
+    counts = {
+        (column, length): found[column.task][length]["deciles"]
+        for column in SUITES[suite].columns
+        for length in sorted(found.get(column.task, {}))
+        if "deciles" in found[column.task][length]
+    }
+    if not counts:
+        return []
+    pooled = [[x for (_, other), x in counts.items() if other == length] for length in lengths]
+    rows = [[depth, *(_percent(_found(group, n)) for group in pooled)] for n, depth in enumerate(DEPTHS)]
+    notes = ["Found needles in % by length in tokens, over all needle tasks. Depth 0% is the beginning of the prompt."]
+    headings = ["depth", *(f"{length:,}" for length in lengths)]
+    tables = [ScoreTable(f"Needles by depth: {name}", headings, rows, notes)]
+    if len({column for column, _ in counts}) > 1:
+        rows = [
+            [column.title, f"{length:,}", *(_percent(_found([x], n), digits=1) for n in range(len(DEPTHS)))]
+            for (column, length), x in counts.items()
+        ]
+        notes = ["Found needles in % by depth. A dash: no needle of the task at this depth."]
+        tables.append(ScoreTable(f"Needles by task and depth: {name}", ["task", "tokens", *DEPTHS], rows, notes))
+    return tables
+
+
 def _score(record: Mapping[str, Any] | None) -> str:
     return _percent(None if record is None else 100 * record["scores"]["score"])
 
 
-def _found(column: Sequence[Sequence[Mapping[str, int]] | None], decile: int) -> str:
-    """Return the percentage of needles at a depth that were found, in all tasks of a length."""
-    groups = [counts[decile] for counts in column if counts]
-    total = sum(group["needles"] for group in groups)
-    return _percent(100 * sum(group["found"] for group in groups) / total if total else None)
+def _found(groups: Sequence[Sequence[Mapping[str, int]]], decile: int) -> float | None:
+    """Return the percentage of needles at a depth that were found, in all `groups`; `None` if there are none."""
+    total = sum(counts[decile]["needles"] for counts in groups)
+    return 100 * sum(counts[decile]["found"] for counts in groups) / total if total else None
 
 
 def _range(counts: set[int]) -> str:
@@ -126,8 +147,8 @@ def _comparison(suite: str, name: str, tasks: Mapping[str, Mapping[str, Any]]) -
     return [ScoreTable(SUITES[suite].title, headings, rows, notes)]
 
 
-def _percent(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.2f}"
+def _percent(value: float | None, *, digits: int = 2) -> str:
+    return MISSING if value is None else f"{value:.{digits}f}"
 
 
 def _line(cells: Sequence[str]) -> str:
