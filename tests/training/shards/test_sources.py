@@ -224,6 +224,8 @@ def test_the_revision_of_a_dataset_is_passed_on(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     manifest = prepare(Preparation("hf:a/b", vocab_size=260, dataset=DatasetOptions(revision="v1")), tmp_path / "s")
     assert manifest.settings["dataset"]["revision"] == "v1"
+    with pytest.raises(ArgumentError, match=r"`data_files` is 'a\.parquet'; expected a tuple"):
+        Preparation("hf:a/b", dataset=DatasetOptions(data_files="a.parquet"))  # type: ignore[arg-type]
 
 
 def test_the_snippet_for_the_trainer_starts_and_resumes(

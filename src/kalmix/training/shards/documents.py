@@ -225,10 +225,10 @@ def _json_form(file: IO[bytes]) -> str | None:
         return "a JSON array"
     if line.startswith(b"{") and len(line) < _FIRST_LINE - 4:
         try:
-            text = line.decode()
-            json.loads(text)
+            json.loads(line.decode())
         except json.JSONDecodeError as error:
-            return "one JSON object over several lines" if error.pos >= len(text) - 1 and file.read(1) else None
+            cut = error.pos >= len(error.doc) - 1 and file.read(1)
+            return "one JSON object over several lines" if cut else None
         except (ValueError, RecursionError):  # reported when the line is read
             return None
     return None

@@ -103,6 +103,9 @@ class Preparation:
 
     def __post_init__(self) -> None:
         check_types(get_annotations(Preparation, eval_str=True), vars(self))
+        check_types(get_annotations(DatasetOptions, eval_str=True), self.dataset._asdict())
+        if isinstance(self.dataset.data_files, str):
+            raise ArgumentError("data_files", got=repr(self.dataset.data_files), expected="a tuple of names of files")
         for name in ("source", "tokenizer", "column", "bos"):
             if getattr(self, name) == "":
                 raise ArgumentError(name, got="empty", expected=EXPECTED if name == "source" else "a name")

@@ -253,12 +253,13 @@ def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[st
     Raises:
         OSError: `datasets` fails, for example because a connection is lost.
     """
-    number = first - 1
+    number = first
     try:
-        for number, row in enumerate(rows, first):
+        for row in rows:
             yield row
+            number += 1
     except Exception as error:  # of many classes
-        where = f"after row {number}{shard}" if number >= first else f"before row {first}{shard}"
+        where = f"after row {number - 1}{shard}" if number > first else f"before row {first}{shard}"
         problem = f"`datasets` failed to read {name} {where} ({_first_line(error)})"
         raise OSError(f"{problem}; repeat the command to continue") from error
 
