@@ -46,12 +46,20 @@ def prepare(
     config: Annotated[str | None, typer.Option(help="Configuration of an hf: dataset.")] = None,
     split: Annotated[str, typer.Option(help="Split of an hf: dataset.")] = "train",
     stream: Annotated[bool, typer.Option("--stream", help="Stream an hf: dataset in place of downloading it.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of an hf: dataset.")] = None,
+    data_files: Annotated[
+        list[str] | None, typer.Option(help="File of an hf: dataset to read, or a pattern; repeatable.")
+    ] = None,
+    data_dir: Annotated[str | None, typer.Option(help="Folder of an hf: dataset to read.")] = None,
     shard_tokens: Annotated[
         int, typer.Option(help="Number of tokens after which a shard ends.")
     ] = Preparation.shard_tokens,
     skip_damaged: Annotated[
         bool, typer.Option("--skip-damaged", help="Leave out documents that cannot be read, and count them.")
     ] = False,
+    max_tokens: Annotated[
+        int | None, typer.Option(help="Number of training tokens at which to stop. Default: the whole source.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Number of processes. Default: one a CPU core.")] = None,
 ) -> None:
     """Tokenise a source into shards: memory-mapped files of tokens with hashes, for pretraining.
@@ -66,9 +74,10 @@ def prepare(
         bos=bos,
         held_out=held_out,
         licences=tuple(licence or ()),
-        dataset=DatasetOptions(config, split, stream),
+        dataset=DatasetOptions(config, split, stream, revision, tuple(data_files or ()), data_dir),
         shard_tokens=shard_tokens,
         skip_damaged=skip_damaged,
+        max_tokens=max_tokens,
     )
     if not output.strip():
         raise ArgumentError("output", got="empty", expected="the path of a folder")

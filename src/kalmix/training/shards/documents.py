@@ -5,6 +5,7 @@ Files are read in pieces, so that memory does not grow with their size.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import io
 import json
@@ -20,11 +21,15 @@ from kalmix.errors import FileError
 from kalmix.files import check_regular
 from kalmix.training.corpus import is_text
 
-Kind = Literal["text", "jsonl", "parquet"]
+Kind = Literal["text", "json", "jsonl", "parquet"]  # "json": the first line decides if it is JSON lines
 MAX_DOCUMENT = 1 << 24  # bytes; longer text files are cut at a line break
 MAX_LINE = 1 << 28  # bytes of a line of JSON
 _ROWS = 64  # of a Parquet file that are decoded at once
+_FIRST_LINE = 1 << 20  # bytes of a line that are read to recognise JSON lines
 _COMPRESSED = {".gz", ".xz", ".zst"}
+_LICENCES = "licences.json"  # written beside the texts by `kalmix_bench.datasets.package_texts`
+_COLUMN_HINT = "`column` (`--column`) names the column that holds the text"
+_JSON_HINT = "Convert the file to JSON lines, one object a line, or load its folder by `datasets` (`hf:FOLDER`)"
 
 
 class Document(NamedTuple):
@@ -35,12 +40,14 @@ class Document(NamedTuple):
         data: the text in UTF-8.
         position: bytes of the file, or rows of a dataset, read so far.
         damage: a clause such as "whose line 3 is not JSON" if it cannot be read; `text` is then empty.
+        hint: advice on the damage, if another remedy than to leave the document out is likely.
     """
 
     text: str
     data: bytes
     position: int
     damage: str | None = None
+    hint: str = ""
 
 
 class FileSlice(NamedTuple):
@@ -62,13 +69,15 @@ class FileSlice(NamedTuple):
 def file_kind(name: str) -> Kind | None:
     """Return the format of a file by its name, `None` if it is no format that is read from a folder.
 
-    JSON lines are `.jsonl`, `.ndjson`, and compressed `.json`, as published corpora are named.
+    JSON lines are `.jsonl` and `.ndjson`. The contents of a `.json` file decide if it is JSON lines, too.
     """
     path = Path(name.lower())
     compressed = path.suffix in _COMPRESSED
     inner = path.with_suffix("") if compressed else path
-    if inner.suffix in (".jsonl", ".ndjson") or (compressed and inner.suffix == ".json"):
+    if inner.suffix in (".jsonl", ".ndjson"):
         return "jsonl"
+    if inner.suffix == ".json":
+        return None if path.name == _LICENCES else "json"
     if path.suffix == ".parquet":
         return "parquet"
     return "text" if is_text(inner.name) else None
@@ -88,11 +97,13 @@ def read_slice(part: FileSlice, column: str) -> Iterator[Document]:
 
     Raises:
         ModuleNotFoundError: Parquet or Zstandard without pyarrow.
+        OSError: the disk or the network fails.
     """
     position = 0
     try:
         check_regular(Path(part.path))
-        reader = {"text": _read_text, "jsonl": _read_lines, "parquet": _read_parquet}[part.kind]
+        readers = {"text": _read_text, "json": _read_json, "jsonl": _read_lines, "parquet": _read_parquet}
+        reader = readers[part.kind]
         for document in reader(part, column):
             position = document.position
             yield document
@@ -100,12 +111,20 @@ def read_slice(part: FileSlice, column: str) -> Iterator[Document]:
         yield _damage(f"where {error}", position)
     except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
         yield _damage(f"whose compressed data is damaged ({error})", position)
-    except OSError as error:  # pyarrow raises it for damaged data, too
+    except OSError as error:
+        if not _is_damage(error):
+            problem = f"{part.path!r} cannot be read ({error.strerror or error})"
+            raise OSError(f"{problem}; repeat the command to continue") from error
         yield _damage(f"which cannot be read ({error.strerror or error})", position)
 
 
-def _damage(clause: str, position: int) -> Document:
-    return Document("", b"", position, clause)
+def _is_damage(error: OSError) -> bool:
+    """Return whether the file is to blame, not the disk or the network. pyarrow gives no errno for damaged data."""
+    return error.errno in (None, errno.EACCES, errno.EPERM)
+
+
+def _damage(clause: str, position: int, hint: str = "") -> Document:
+    return Document("", b"", position, clause, hint)
 
 
 def decode(data: bytes, position: int, place: str = "which") -> Document:
@@ -186,8 +205,38 @@ def _cut(data: bytes) -> int:
     return end
 
 
+def _read_json(part: FileSlice, column: str) -> Iterator[Document]:
+    """Yield the documents of a `.json` file that holds JSON lines; refuse a single array or object."""
+    with _open(part.path) as (file, _):
+        form = _json_form(file)
+    if form is None:
+        yield from _read_lines(part, column)
+    elif part.start == 0:
+        yield _damage(f"which is {form}, not JSON lines", 0, _JSON_HINT)
+
+
+def _json_form(file: IO[bytes]) -> str | None:
+    """Return what a JSON file holds in place of JSON lines, by its first line that is not blank; `None` if lines."""
+    line = file.readline(_FIRST_LINE).removeprefix(b"\xef\xbb\xbf")
+    while line and not line.strip():
+        line = file.readline(_FIRST_LINE)
+    line = line.strip()
+    if line.startswith(b"["):
+        return "a JSON array"
+    if line.startswith(b"{") and len(line) < _FIRST_LINE - 4:
+        try:
+            json.loads(line.decode())
+        except json.JSONDecodeError as error:
+            cut = error.pos >= len(error.doc) - 1 and file.read(1)
+            return "one JSON object over several lines" if cut else None
+        except (ValueError, RecursionError):  # reported when the line is read
+            return None
+    return None
+
+
 def _read_lines(part: FileSlice, column: str) -> Iterator[Document]:
     whole = part.start == 0
+    hint = _COLUMN_HINT  # until a row has the column
     with _open(part.path) as (file, raw):
         offset = part.start
         if offset:
@@ -206,7 +255,9 @@ def _read_lines(part: FileSlice, column: str) -> Iterator[Document]:
                 continue
             line = line.removeprefix(b"\xef\xbb\xbf") if begin == 0 else line
             if line.strip():
-                yield _parse(line, position, place, column)
+                document = _parse(line, position, place, column)
+                hint = "" if document.damage is None else hint
+                yield document if hint else Document(*document[:4])
 
 
 def _next_line(file: IO[bytes], offset: int) -> int:
@@ -232,7 +283,7 @@ def _parse(line: bytes, position: int, place: str, column: str) -> Document:
     if not isinstance(row, dict):
         return _damage(f"{place} holds a {type(row).__name__} in place of an object", position)
     if column not in row:
-        return _damage(f"{place} lacks the column {column!r}; it has {names(row)}", position)
+        return _damage(f"{place} lacks the column {column!r}; it has {names(row)}", position, _COLUMN_HINT)
     return from_value(row[column], position, place)
 
 
@@ -249,7 +300,8 @@ def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
     try:
         with pyarrow.parquet.ParquetFile(part.path) as file:
             if column not in file.schema_arrow.names:
-                yield _damage(f"which lacks the column {column!r}; it has {names(file.schema_arrow.names)}", 0)
+                clause = f"which lacks the column {column!r}; it has {names(file.schema_arrow.names)}"
+                yield _damage(clause, 0, _COLUMN_HINT)
                 return
             groups = range(part.start, part.stop)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
@@ -271,6 +323,7 @@ def row_groups(path: str) -> list[int]:
 
     Raises:
         ModuleNotFoundError: without pyarrow.
+        OSError: the disk or the network fails.
     """
     with optional_imports():
         import pyarrow
@@ -278,5 +331,9 @@ def row_groups(path: str) -> list[int]:
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             return [file.metadata.row_group(n).total_byte_size for n in range(file.metadata.num_row_groups)]
-    except (pyarrow.ArrowException, OSError):  # reported when it is read
+    except pyarrow.ArrowException:  # reported when it is read
         return []
+    except OSError as error:
+        if _is_damage(error):
+            return []
+        raise OSError(f"{path!r} cannot be read ({error.strerror or error})") from error

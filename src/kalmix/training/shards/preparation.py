@@ -16,7 +16,16 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, disk_errors, lock_folder, read_json, write_text
 from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Manifest
 from kalmix.training.shards.sources import EXPECTED, DatasetOptions, Part, Source, open_source
-from kalmix.training.shards.tokenize_part import RECORDS, Advance, Job, finished, is_held_out
+from kalmix.training.shards.token_limit import first_parts, is_done, rounds
+from kalmix.training.shards.tokenize_part import (
+    RECORDS,
+    Advance,
+    Job,
+    finished,
+    is_held_out,
+    is_skipped,
+    training_tokens,
+)
 from kalmix.training.shards.tokenizer import (
     SAMPLE_BYTES,
     TRAINED,
@@ -60,9 +69,12 @@ class Preparation:
             it.
         held_out: fraction of the documents to hold out, at least 0 and below 1. A hash of a document's text chooses.
         licences: licences of the source; only written to the manifest.
-        dataset: configuration, split and streaming of `hf:` sources.
+        dataset: options of `hf:` sources.
         shard_tokens: number of tokens after which a shard ends.
         skip_damaged: leave out documents that cannot be read, and count them. Default: they raise an error.
+        max_tokens: number of training tokens at which to stop. The first parts of the source (files, ranges of them, or
+            shards of a stream) share it equally, one for each 2**20 tokens, at most 64; others follow where these end
+            before. Each part stops after the document that reaches its share. Default: the whole source.
 
     Raises:
         ArgumentError: a setting has another type or value than described.
@@ -87,9 +99,13 @@ class Preparation:
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     shard_tokens: int = 1 << 26
     skip_damaged: bool = False
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
         check_types(get_annotations(Preparation, eval_str=True), vars(self))
+        check_types(get_annotations(DatasetOptions, eval_str=True), self.dataset._asdict())
+        if isinstance(self.dataset.data_files, str):
+            raise ArgumentError("data_files", got=repr(self.dataset.data_files), expected="a tuple of names of files")
         for name in ("source", "tokenizer", "column", "bos"):
             if getattr(self, name) == "":
                 raise ArgumentError(name, got="empty", expected=EXPECTED if name == "source" else "a name")
@@ -98,12 +114,14 @@ class Preparation:
         if not 0 <= self.held_out < 1:
             raise ArgumentError("held_out", got=self.held_out, expected="a fraction of at least 0 and below 1")
         check_positive_int("shard_tokens", self.shard_tokens)
+        if self.max_tokens is not None:
+            check_positive_int("max_tokens", self.max_tokens)
 
     def settings(self) -> dict[str, Any]:
         """Return the settings as they are written to JSON, with a hash of the tokenizer if it is in a folder."""
         file = Path(self.tokenizer or "", _HASH)
         digest = hashlib.sha256(file.read_bytes()).hexdigest() if self.tokenizer and file.is_file() else None
-        settings = {**asdict(self), "dataset": self.dataset._asdict(), _HASH: digest}
+        settings = {**asdict(self), "dataset": self.dataset.given(), _HASH: digest}
         return json.loads(json.dumps(settings))
 
 
@@ -135,7 +153,8 @@ def prepare(
             text; `output` is a file, holds shards of other settings or of a changed source or tokenizer, or another
             process writes to it.
         ModuleNotFoundError: the source needs pyarrow or datasets, which is not installed.
-        OSError: a file cannot be written, or a worker was killed.
+        OSError: a file cannot be written, the disk or the network of the source fails, or a worker was killed. Repeat
+            the call to continue.
 
     Example:
         >>> from pathlib import Path
@@ -176,7 +195,7 @@ def prepare(
             preparation.shard_tokens,
             preparation.skip_damaged,
         )
-        _tokenize(job, parts, workers, progress)
+        _tokenize(job, parts, preparation.max_tokens, workers, progress)
         manifest = _manifest(preparation, plan["fingerprint"], job, parts, facts)
         manifest.save(folder)
         _remove_plan(folder)
@@ -210,12 +229,23 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
     free = _FREE if manifest is None else ()
     changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
     if changed:
+        if _has_no_shards(folder, manifest):
+            _remove_plan(folder)
+            return None
         got = f"{str(folder)!r}, which holds {state} shards with another {' and '.join(changed)}"
         raise ArgumentError("output", got=got, expected="a new folder, or the same settings")
     if found.get("fingerprint") != plan["fingerprint"]:
+        if _has_no_shards(folder, manifest):
+            _remove_plan(folder)
+            return None
         got = f"{str(folder)!r}, which holds {state} shards of the source before it changed"
         raise ArgumentError("output", got=got, expected="a new folder, or the unchanged source")
     return manifest
+
+
+def _has_no_shards(folder: Path, manifest: Manifest | None) -> bool:
+    """Return whether a preparation was interrupted, or failed, before it wrote a shard."""
+    return manifest is None and not any(folder.glob("*.ds"))
 
 
 def _remove_plan(folder: Path) -> None:
@@ -239,11 +269,19 @@ def _tokenizer(
 def _sample(
     preparation: Preparation, source: Source, parts: list[Part], progress: Callable[[Progress], None]
 ) -> Iterator[str]:
-    """Yield documents to train a tokenizer on: the first ones of each part, without those held out."""
+    """Yield documents to train a tokenizer on: the first ones of each part, without those held out.
+
+    Raises:
+        ArgumentError: a document is damaged and damaged ones are not skipped.
+        OSError: the source fails.
+    """
+    parts = first_parts(parts, preparation.max_tokens)
     for part in parts:
         left = SAMPLE_BYTES // len(parts)
-        for _, document in source.read(part):
-            if document.damage is None and not is_held_out(document.data, preparation.held_out):
+        for named in source.read(part):
+            document = named[1]
+            damaged = is_skipped(named, preparation.skip_damaged)
+            if not damaged and not is_held_out(document.data, preparation.held_out):
                 yield document.text
             left -= len(document.data)
             if left <= 0:
@@ -251,22 +289,29 @@ def _sample(
         progress(Progress("training the tokenizer", (part.number + 1) / len(parts), 0))
 
 
-def _tokenize(job: Job, parts: list[Part], workers: int, progress: Callable[[Progress], None]) -> None:
+def _tokenize(
+    job: Job, parts: list[Part], max_tokens: int | None, workers: int, progress: Callable[[Progress], None]
+) -> None:
     """Tokenise the parts that are not finished, and report the progress of all."""
-    done = {part.number for part in parts if (records := finished(job, part.number)) and records[-1].last}
-    weights = [max(part.size, 1) for part in parts]
-    fractions = [float(part.number in done) for part in parts]
-    tokens = 0
+    records = {part.number: finished(job, part.number) for part in parts}
+    weights = {part.number: max(part.size, 1) for part in parts}
+    fractions = {n: float(bool(found) and found[-1].last) for n, found in records.items()}
+    before = sum(training_tokens(found) for found in records.values())
+    whole, tokens = sum(weights.values()), 0
 
     def advance(report: Advance) -> None:
         nonlocal tokens
         tokens += report.tokens
         fractions[report.part] = report.fraction
-        total = sum(map(float.__mul__, fractions, map(float, weights))) / sum(weights)
+        if max_tokens is None:
+            total = sum(fractions[n] * weight for n, weight in weights.items()) / whole
+        else:
+            total = min(1.0, (before + tokens) / max_tokens)
         progress(Progress("tokenizing", total, tokens))
 
-    left = [part for part in parts if part.number not in done]
-    tokenize_parts(job, left, max(1, min(workers, len(left))), advance)
+    for chosen in rounds(job, parts, max_tokens):
+        left = [part for part in chosen if not is_done(job, part)]
+        tokenize_parts(job, left, max(1, min(workers, len(left))), advance)
 
 
 def _manifest(
@@ -278,7 +323,8 @@ def _manifest(
     if not shards:
         _remove_plan(job.output)
         got = f"{preparation.source!r}, which contains no text" + (f" ({skipped} damaged)" if skipped else "")
-        raise ArgumentError("source", got=got, expected=EXPECTED)
+        hint = "`--column` names the column of the text in JSON lines and Parquet" if skipped else ""
+        raise ArgumentError("source", got=got, expected=EXPECTED, hint=hint)
     return Manifest(
         source=preparation.source,
         fingerprint=fingerprint,

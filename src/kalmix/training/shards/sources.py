@@ -40,11 +40,13 @@ class Part(NamedTuple):
         number: position among the parts.
         size: bytes, or rows of a dataset; 0 if unknown.
         slices: ranges of files, or one range of rows.
+        limit: number of training tokens at which the part stops, after the document that reaches it; `None` reads all.
     """
 
     number: int
     size: int
     slices: tuple[Any, ...]
+    limit: int | None = None
 
 
 class Source(Protocol):
@@ -59,7 +61,11 @@ class Source(Protocol):
         ...
 
     def read(self, part: Part) -> Iterator[tuple[str, Document]]:
-        """Yield each document of a part, with the name of its file; `position` counts from the start of the part."""
+        """Yield each document of a part, with the name of its file; `position` counts from the start of the part.
+
+        Raises:
+            OSError: the disk, the network or `datasets` fails.
+        """
         ...
 
 
@@ -155,7 +161,7 @@ class FileSource:
                     start, size = number, 0
                 size += bytes_
             yield FileSlice(path, file.kind, start, len(groups)), size
-        elif file.kind == "jsonl" and not is_compressed(path):
+        elif file.kind in ("json", "jsonl") and not is_compressed(path):
             for start in range(0, max(1, file.size), limit):
                 stop = min(start + limit, file.size)
                 yield FileSlice(path, file.kind, start, stop), stop - start
@@ -168,16 +174,37 @@ class FileSource:
             position = 0
             for document in read_slice(piece, self.column):
                 position = document.position
-                yield repr(piece.path), Document(*document[:2], before + position, document.damage)
+                yield repr(piece.path), Document(*document[:2], before + position, *document[3:])
             before += position
 
 
 class DatasetOptions(NamedTuple):
-    """Options of `datasets.load_dataset`: configuration, split, and whether to stream in place of a download."""
+    """Options of `datasets.load_dataset`.
+
+    Attributes:
+        config: configuration.
+        split: split.
+        stream: stream the dataset in place of downloading it.
+        revision: branch, tag or commit on the Hugging Face hub.
+        data_files: files of the dataset to read, also as patterns such as `en/*.parquet`.
+        data_dir: folder of the dataset to read.
+    """
 
     config: str | None = None
     split: str = "train"
     stream: bool = False
+    revision: str | None = None
+    data_files: tuple[str, ...] = ()
+    data_dir: str | None = None
+
+    def files(self) -> dict[str, Any]:
+        """Return the options that choose a revision or files, without those that are not set."""
+        chosen = {"revision": self.revision, "data_files": list(self.data_files), "data_dir": self.data_dir}
+        return {name: value for name, value in chosen.items() if value}
+
+    def given(self) -> dict[str, Any]:
+        """Return the options for JSON, without those of `files` that are not set."""
+        return {"config": self.config, "split": self.split, "stream": self.stream, **self.files()}
 
 
 @dataclass(frozen=True)
@@ -213,16 +240,28 @@ class DatasetSource:
             rows, first = dataset.shard(num_shards=dataset.num_shards, index=piece), 0
         else:
             rows, first = dataset.select(piece), piece.start
-        name, position = repr(DATASET + self.name), 0
-        try:
-            for position, row in enumerate(rows, 1):
-                place = f"whose row {first + position - 1}" + (f" of shard {piece}" if self.options.stream else "")
-                yield name, from_value(row[self.column], position, place)
-        except GeneratorExit:
-            raise
-        except Exception as error:  # of many classes
-            clause = f"which `datasets` cannot read after row {first + position} ({_first_line(error)})"
-            yield name, Document("", b"", position, clause)
+        name = repr(DATASET + self.name)
+        shard = f" of shard {piece}" if self.options.stream else ""
+        for position, row in enumerate(_read_rows(rows, name, first, shard), 1):
+            place = f"whose row {first + position - 1}{shard}"
+            yield name, from_value(row[self.column], position, place)
+
+
+def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[str, Any]]:
+    """Yield rows of a dataset.
+
+    Raises:
+        OSError: `datasets` fails, for example because a connection is lost.
+    """
+    number = first
+    try:
+        for row in rows:
+            yield row
+            number += 1
+    except Exception as error:  # of many classes
+        where = f"after row {number - 1}{shard}" if number > first else f"before row {first}{shard}"
+        problem = f"`datasets` failed to read {name} {where} ({_first_line(error)})"
+        raise OSError(f"{problem}; repeat the command to continue") from error
 
 
 @lru_cache(maxsize=1)
@@ -235,14 +274,16 @@ def _load(source: DatasetSource) -> Any:
     with optional_imports():
         import datasets
     datasets.disable_progress_bars()
-    config, split, stream = source.options
+    config, split, stream, *_ = source.options
+    files = source.options.files()
     got = repr(DATASET + source.name)
     try:
-        if Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file():
+        saved = Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file()
+        if saved and not files:
             dataset: Any = datasets.load_from_disk(source.name)
             dataset = dataset.to_iterable_dataset(num_shards=_PARTS) if stream else dataset
         else:
-            dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream)
+            dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
         columns = list(dataset.features or next(iter(dataset)))
     except Exception as error:  # of many classes
         problem = f"which `datasets` cannot load ({_first_line(error)})"

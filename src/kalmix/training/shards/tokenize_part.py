@@ -87,12 +87,17 @@ def finished(job: Job, part: int) -> list[Finished]:
     return found
 
 
+def training_tokens(records: list[Finished]) -> int:
+    """Return the number of training tokens of a part's finished shards."""
+    return sum(shard.tokens for record in records for shard in record.shards if shard.split == "train")
+
+
 def _record_path(output: Path, part: int, number: int) -> Path:
     return output / RECORDS / f"{part:05}-{number:03}.json"
 
 
 def tokenize_part(job: Job, part: Part, advance: Callable[[Advance], None]) -> None:
-    """Tokenise the rest of a part and write its shards and their records.
+    """Tokenise the rest of a part, up to its limit, and write its shards and their records.
 
     Args:
         job: settings.
@@ -101,35 +106,48 @@ def tokenize_part(job: Job, part: Part, advance: Callable[[Advance], None]) -> N
 
     Raises:
         ArgumentError: a document is damaged and damaged ones are not skipped.
-        OSError: a file cannot be written.
+        OSError: a file cannot be written, or the source fails.
     """
     done = finished(job, part.number)
-    if done and done[-1].last:
+    left = None if part.limit is None else part.limit - training_tokens(done)  # training tokens
+    if (done and done[-1].last) or (left is not None and left <= 0):
         return
     encode = make_encoder(job.output / TOKENIZER, job.tokenizer_sha256)
     shards = _OpenShards(job, part.number, len(done))
     read = done[-1].read if done else 0
     try:
         for batch in _batches(islice(job.source.read(part), read, None)):
+            places = [n for n, (_, document) in enumerate(batch) if document.text.strip()]
+            texts = [batch[n][1] for n in places]
+            added = shards.add(texts, encode([document.text for document in texts]), left)
+            left = None if left is None else left - added.training_tokens
+            reached = left is not None and left <= 0
+            batch = batch[: places[added.documents - 1] + 1] if reached else batch
             read += len(batch)
-            shards.skipped += sum(_is_skipped(name, document, job) for name, document in batch)
-            texts = [document for _, document in batch if document.text.strip()]
-            tokens = shards.add(texts, encode([document.text for document in texts])) if texts else 0
+            shards.skipped += sum(is_skipped(named, job.skip_damaged) for named in batch)
             position = batch[-1][1].position
-            advance(Advance(part.number, tokens, min(1.0, position / part.size) if part.size else 0.0))
+            advance(Advance(part.number, added.tokens, min(1.0, position / part.size) if part.size else 0.0))
+            if reached:
+                break
             if shards.full:
                 shards.finish(read, last=False)
-        shards.finish(read, last=True)
+        shards.finish(read, last=left is None or left > 0)
     finally:
         shards.abandon()
     advance(Advance(part.number, 0, 1.0))
 
 
-def _is_skipped(name: str, document: Document, job: Job) -> bool:
+def is_skipped(named: tuple[str, Document], skip_damaged: bool) -> bool:
+    """Return whether a document is damaged.
+
+    Raises:
+        ArgumentError: it is, and `skip_damaged` is false.
+    """
+    name, document = named
     if document.damage is None:
         return False
-    if not job.skip_damaged:
-        hint = "`skip_damaged` (`--skip-damaged`) leaves such documents out"
+    if not skip_damaged:
+        hint = document.hint or "`skip_damaged` (`--skip-damaged`) leaves such documents out"
         raise ArgumentError("source", problem=f"holds {name}, {document.damage}", expected=EXPECTED, hint=hint)
     return True
 
@@ -154,6 +172,14 @@ def is_held_out(data: bytes, fraction: float) -> bool:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big") < fraction * 2**64
 
 
+class _Added(NamedTuple):
+    """Counts of what was added to the shards of a part; `tokens` counts both splits."""
+
+    documents: int
+    tokens: int
+    training_tokens: int
+
+
 class _OpenShards:
     """Shards that a part is writing, one a split."""
 
@@ -165,21 +191,26 @@ class _OpenShards:
     def full(self) -> bool:
         return any(writer.tokens >= self.job.shard_tokens for writer in self.open.values())
 
-    def add(self, documents: list[Document], encoded: Iterator[np.ndarray]) -> int:
-        """Append documents to their splits; return the number of tokens."""
+    def add(self, documents: list[Document], encoded: Iterator[np.ndarray], limit: int | None) -> _Added:
+        """Append documents to their splits, until training tokens reach `limit`."""
         begin = np.array([self.job.bos_id])
+        count, training = 0, 0
         chosen: dict[str, tuple[list[np.ndarray], list[int]]] = {}
         for document, ids in zip(documents, encoded, strict=True):
+            if limit is not None and training >= limit:
+                break
             split = "held_out" if is_held_out(document.data, self.job.held_out) else "train"
             arrays, sizes = chosen.setdefault(split, ([], []))
             arrays.append(np.concatenate((begin, ids)))
             sizes.append(len(document.data))
+            count += 1
+            training += len(arrays[-1]) if split == "train" else 0
         for split, (arrays, sizes) in chosen.items():
             if split not in self.open:
                 file = f"{split}-{self.part:05}-{self.number:03}.ds"
                 self.open[split] = ShardWriter(self.job.output, file, split, self.job.dtype)  # pyright: ignore[reportArgumentType]
             self.open[split].add(arrays, sum(sizes))
-        return sum(len(ids) for arrays, _ in chosen.values() for ids in arrays)
+        return _Added(count, sum(len(ids) for arrays, _ in chosen.values() for ids in arrays), training)
 
     def finish(self, read: int, *, last: bool) -> None:
         """Finish the open shards, then write their record."""

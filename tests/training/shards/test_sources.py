@@ -1,0 +1,246 @@
+"""Sources of shards: failures of disks and networks, `.json` files, wrong columns and options of datasets."""
+
+from __future__ import annotations
+
+import errno
+import gzip
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from transformers import Trainer, TrainingArguments
+
+from kalmix import ArgumentError
+from kalmix.models import KalmixConfig, KalmixForCausalLM
+from kalmix.training.corpus import train_tokenizer
+from kalmix.training.data import wrap_tokenizer
+from kalmix.training.shards import (
+    DatasetOptions,
+    Order,
+    Preparation,
+    TokenLoader,
+    documents,
+    prepare,
+    sources,
+    tokenize_part,
+)
+from kalmix.training.shards.documents import FileSlice, file_kind, read_slice, row_groups
+from kalmix.training.shards.manifest import MANIFEST, Manifest
+
+from .conftest import shard_files, texts
+from .test_preparation import read_documents
+
+GOOD = b'{"text": "good"}\n'
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    wrap_tokenizer(train_tokenizer(texts(50), vocab_size=300)).save_pretrained(folder)
+    return str(folder)
+
+
+class Stream:
+    """Streamed dataset with one shard, whose connection fails after `fails` rows unless that is `None`."""
+
+    num_shards = 1
+    fails: int | None = None
+
+    def shard(self, num_shards: int, index: int) -> Iterator[dict[str, Any]]:
+        for number, text in enumerate(texts(100)):
+            if number == self.fails:
+                raise ConnectionError("the peer\nhas gone")
+            yield {"text": text if number != 5 else 5}
+
+
+def test_a_failing_stream_stops_the_preparation_and_can_be_continued(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream()
+    monkeypatch.setattr(sources, "_load", lambda source: stream)
+    monkeypatch.setattr(tokenize_part, "_BATCH_DOCUMENTS", 16)
+    options = DatasetOptions(stream=True)
+    for given in ({"tokenizer": tokenizer}, {"vocab_size": 270}):
+        settings = Preparation("hf:a", shard_tokens=500, skip_damaged=True, dataset=options, **given)
+        folders = [tmp_path / f"{name}-{len(given)}-{next(iter(given))}" for name in ("whole", "parts")]
+        stream.fails = None
+        assert prepare(settings, folders[0]).skipped == 1  # row 5
+        stream.fails = 60
+        message = r"`datasets` failed to read 'hf:a' after row 59 of shard 0 \(the peer\); repeat the command"
+        with pytest.raises(OSError, match=message) as raised:
+            prepare(settings, folders[1])
+        assert "skip" not in str(raised.value) and not (folders[1] / MANIFEST).exists()
+        assert any(folders[1].glob("*.ds")) == ("tokenizer" in given)  # else it failed in training the tokenizer
+        stream.fails = None
+        prepare(settings, folders[1])
+        assert shard_files(folders[1]) == shard_files(folders[0])
+
+
+def test_a_failing_stream_is_one_error_line(
+    kalmix, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = Stream()
+    stream.fails = 0
+    monkeypatch.setattr(sources, "_load", lambda source: stream)
+    line = ("--stream", "--skip-damaged", "--tokenizer", tokenizer, "--workers", 1, "--output", tmp_path / "s")
+    result = kalmix("data", "prepare", "hf:a", *line)
+    errors = [x for x in result.errors.splitlines() if x.startswith("error: ")]
+    assert result.status == 1 and len(errors) == 1
+    assert "failed to read 'hf:a' before row 0 of shard 0 (the peer); repeat the command" in errors[0]
+
+
+def test_a_failing_disk_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD)
+    part = FileSlice(str(tmp_path / "a.jsonl"), "jsonl", 0, len(GOOD))
+
+    codes = [errno.EIO, errno.ETIMEDOUT, errno.EACCES]
+
+    def fail(path: str) -> Any:
+        raise OSError(codes.pop(0), "no luck")
+
+    monkeypatch.setattr(documents, "_open", fail)
+    for _ in range(2):
+        with pytest.raises(OSError, match=r"a.jsonl' cannot be read \(no luck\); repeat the command"):
+            list(read_slice(part, "text"))
+    assert [x.damage for x in read_slice(part, "text")] == ["which cannot be read (no luck)"]
+    with pytest.raises(OSError, match="cannot be read"):
+        row_groups(str(tmp_path / "missing.parquet"))
+
+
+JSON = {
+    # content, documents, clause of the damage
+    "lines": (b"\xef\xbb\xbf\n  \n" + GOOD * 2, 2, None),
+    "one line": (GOOD.strip(), 1, None),
+    "empty": (b"", 0, None),
+    "array": (b' \n [{"text": "a"}]', 0, "which is a JSON array, not JSON lines"),
+    "object": (b'{\n "text": "a"\n}\n', 0, "which is one JSON object over several lines, not JSON lines"),
+    "nested object": (b'{"version": 2,\n "text": ["a"]}\n', 0, "which is one JSON object over several lines"),
+    "damaged line": (b'{"text": "a\n' + GOOD, 1, "whose line 1 is not JSON"),
+    "end is missing": (b'{"text": ', 0, "whose line 1 is not JSON"),
+    "text": (b"words\n", 0, "whose line 1 is not JSON"),
+}
+
+
+@pytest.mark.parametrize("pack", [None, gzip.compress])
+@pytest.mark.parametrize("case", JSON)
+def test_json_files_are_json_lines_or_refused(case: str, pack: Any, tmp_path: Path) -> None:
+    content, count, clause = JSON[case]
+    path = tmp_path / ("a.json.gz" if pack else "A.JSON")
+    path.write_bytes(pack(content) if pack else content)
+    assert file_kind(path.name) == "json"
+    size = path.stat().st_size
+    found = list(read_slice(FileSlice(str(path), "json", 0, size), "text"))
+    assert [x.text for x in found if x.damage is None] == ["good"] * count
+    damage = [x for x in found if x.damage is not None]
+    assert len(damage) == (clause is not None)
+    if clause is not None:
+        assert clause in damage[0].damage and ("JSON lines" in damage[0].hint) == ("which is" in clause)
+
+
+def test_json_lines_are_read_in_ranges_and_lists_of_licences_are_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "_SMALLEST", 500)
+    (tmp_path / "c").mkdir()
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(100))
+    (tmp_path / "c" / "a.json").write_text(lines)
+    (tmp_path / "c" / "licences.json").write_text('[{"licence": "MIT"}]')
+    manifest = prepare(Preparation(str(tmp_path / "c"), vocab_size=260, held_out=0), tmp_path / "s")
+    assert len(manifest.shards) > 5
+    assert read_documents(tmp_path / "s", manifest, "train") == texts(100)
+
+
+def test_a_json_array_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "_SMALLEST", 500)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "a.json").write_text(json.dumps([{"text": text} for text in texts(100)], indent=1))
+    (tmp_path / "c" / "b.jsonl").write_bytes(GOOD)
+    settings = {"source": str(tmp_path / "c"), "vocab_size": 260, "held_out": 0.0}
+    with pytest.raises(
+        ArgumentError, match=r"a.json', which is a JSON array, .* Convert the file to JSON lines"
+    ) as raised:
+        prepare(Preparation(**settings), tmp_path / "s")
+    assert "skip" not in str(raised.value)
+    manifest = prepare(Preparation(**settings, skip_damaged=True), tmp_path / "s")
+    assert manifest.skipped == 1 and manifest.count("train", "documents") == 1
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_wrong_column_names_the_columns_and_does_not_block_another(
+    kind: str, trained: bool, kalmix, tokenizer: str, tmp_path: Path
+) -> None:
+    dataset = datasets.Dataset.from_dict({"body": texts(30), "id": list(range(30))})
+    source = tmp_path / f"other.{kind}"
+    dataset.to_json(source) if kind == "jsonl" else dataset.to_parquet(source)
+    given = ("--vocab-size", 260) if trained else ("--tokenizer", tokenizer)
+    line = ("data", "prepare", source, "--output", tmp_path / "s", "--workers", 1, *given)
+    result = kalmix(*line)
+    (error,) = (x for x in result.errors.splitlines() if x.startswith("error: "))
+    assert result.status == 2 and "lacks the column 'text'; it has 'body', 'id'" in error
+    assert "`column` (`--column`) names the column" in error and "skip" not in error
+    result = kalmix(*line, "--column", "title", "--skip-damaged")
+    assert result.status == 2 and "contains no text" in result.errors and "`--column`" in result.errors
+    result = kalmix(*line, "--column", "body", "--held-out", 0)
+    assert result.status == 0, result.errors
+    assert read_documents(tmp_path / "s", Manifest.load(tmp_path / "s"), "train") == texts(30)
+
+
+def test_a_row_without_the_column_among_others_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"body": "a"}\n')
+    with pytest.raises(ArgumentError, match=r"whose line 2 lacks the column 'text'; it has 'body'.*--skip-damaged"):
+        prepare(Preparation(str(tmp_path / "a.jsonl"), vocab_size=260), tmp_path / "s")
+
+
+def test_options_of_datasets_choose_files(kalmix, tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        (tmp_path / "d" / folder).mkdir(parents=True)
+        for number in range(2):
+            rows = [f"{text} of {folder}{number}" for text in texts(20)]
+            datasets.Dataset.from_dict({"text": rows}).to_parquet(tmp_path / "d" / folder / f"{number}.parquet")
+    line = ("data", "prepare", f"hf:{tmp_path / 'd'}", "--vocab-size", 260, "--held-out", 0, "--workers", 1)
+    cases = {
+        "data-dir": (("--data-dir", "b"), {"b0", "b1"}),
+        "data-files": (("--data-files", "a/0.parquet", "--data-files", "b/1.*"), {"a0", "b1"}),
+    }
+    for name, (options, files) in cases.items():
+        result = kalmix(*line, *options, "--output", tmp_path / name)
+        assert result.status == 0, result.errors
+        manifest = Manifest.load(tmp_path / name)
+        found = {text.split(" of ")[1] for text in read_documents(tmp_path / name, manifest, "train")}
+        assert found == files
+        assert manifest.settings["dataset"].keys() == {"config", "split", "stream", name.replace("-", "_")}
+
+
+def test_the_revision_of_a_dataset_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(*given: Any, **options: Any) -> Any:
+        assert given == ("a/b", None) and options == {"split": "train", "streaming": False, "revision": "v1"}
+        return datasets.Dataset.from_dict({"text": texts(20)})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    manifest = prepare(Preparation("hf:a/b", vocab_size=260, dataset=DatasetOptions(revision="v1")), tmp_path / "s")
+    assert manifest.settings["dataset"]["revision"] == "v1"
+    with pytest.raises(ArgumentError, match=r"`data_files` is 'a\.parquet'; expected a tuple"):
+        Preparation("hf:a/b", dataset=DatasetOptions(data_files="a.parquet"))  # type: ignore[arg-type]
+
+
+def test_the_snippet_for_the_trainer_starts_and_resumes(
+    prepared: tuple[Path, Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    (snippet,) = re.findall(r"```python no-run\n(from kalmix.training.shards.trainer_position.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    for steps in (1, 2):
+        model = KalmixForCausalLM(KalmixConfig(vocab_size=300, hidden_size=8, layers=["deltanet"]))
+        loader = TokenLoader(prepared[0], Order(64), batch_size=2)
+        short = snippet.replace("max_steps=1000", f"max_steps={steps}, save_steps=1, use_cpu=True, report_to='none'")
+        scope = {"model": model, "loader": loader}
+        exec(short, scope)
+        trainer = scope["trainer"]
+        assert isinstance(trainer, Trainer) and isinstance(trainer.args, TrainingArguments)
+        assert trainer.state.global_step == steps
+    assert (tmp_path / "runs" / "mine" / "checkpoint-2").is_dir()
