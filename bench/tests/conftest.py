@@ -6,6 +6,7 @@ import json
 import random
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,3 +33,18 @@ def word_shards(word_texts: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     folder = tmp_path_factory.mktemp("shards")
     prepare(Preparation(str(word_texts), vocab_size=512, held_out=0.05), folder)
     return folder
+
+
+@pytest.fixture
+def diverging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models whose losses are not finite."""
+    from kalmix.models import KalmixForCausalLM  # imports transformers
+
+    forward = KalmixForCausalLM.forward
+
+    def diverge(self: Any, *args: Any, **options: Any) -> Any:
+        output = forward(self, *args, **options)
+        output.loss = output.loss * float("nan")
+        return output
+
+    monkeypatch.setattr(KalmixForCausalLM, "forward", diverge)

@@ -313,15 +313,7 @@ def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(word_shards: Pa
     assert tested["loss"] == whole["loss"] and tested["copying"] == whole["copying"]
 
 
-def test_a_diverged_run_is_a_row(word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = KalmixForCausalLM.forward
-
-    def diverge(self: KalmixForCausalLM, *args: Any, **options: Any) -> Any:
-        output = forward(self, *args, **options)
-        output.loss = output.loss * float("nan")
-        return output
-
-    monkeypatch.setattr(KalmixForCausalLM, "forward", diverge)
+def test_a_diverged_run_is_a_row(word_shards: Path, tmp_path: Path, diverging: None) -> None:
     cell = LanguageCell(TUNE, "attention", TINY, 1e-2, 0, "c")
     row = run_cell(cell, word_shards, tmp_path / "run", lambda done, status: False)
     assert "diverged" in row["diverged"] and "loss" not in row

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kalmix.errors import ArgumentError
-from kalmix.models import KalmixForCausalLM
+from kalmix.training.recipe import Recipe
 from kalmix_bench.experiments.language import variations
 from kalmix_bench.experiments.language.protocol import PRESETS
 from kalmix_bench.experiments.language.variations import kind_and_block, recipe_of
@@ -75,18 +75,31 @@ def test_rows_have_losses_and_clipped_gradient_norms_and_are_not_repeated(
     assert found.max() <= 0.00101 < norms[0]
 
 
-def test_a_diverged_variation_is_a_row(word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    forward = KalmixForCausalLM.forward
-
-    def diverge(self: KalmixForCausalLM, *args: Any, **options: Any) -> Any:
-        output = forward(self, *args, **options)
-        output.loss = output.loss * float("nan")
-        return output
-
-    monkeypatch.setattr(KalmixForCausalLM, "forward", diverge)
+def test_a_diverged_variation_is_a_row(word_shards: Path, tmp_path: Path, diverging: None) -> None:
     recipe, _ = recipe_of("kla", TINY, word_shards, 1280, 1e-2)
     row = variations.run_variation(recipe, tmp_path / "run")
     assert row["loss"] is None and "diverge" in row["diverged"]
+
+
+def test_a_variation_that_fails_does_not_stop_the_others(
+    word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train = variations.train
+
+    def fail(recipe: Recipe, *args: Any, **options: Any) -> Any:
+        if recipe.clip is None:
+            raise MemoryError("too large")
+        return train(recipe, *args, **options)
+
+    monkeypatch.setitem(PRESETS, "laptop", TINY)
+    monkeypatch.setattr(variations, "train", fail)
+    output = tmp_path / "rows.jsonl"
+    arguments = f"variations --preset laptop --shards {word_shards} --tokens 1280 --rate 0.01 --output {output}"
+    monkeypatch.setattr(sys, "argv", [*arguments.split(), 'kla {"clip": null}', "kla"])
+    with pytest.raises(SystemExit, match="1"):
+        variations.main()
+    assert 'failed: kla {"clip": null}: MemoryError: too large' in capsys.readouterr().err
+    assert [row["variation"] for row in read_rows(output)] == ["kla"]
 
 
 def test_a_variation_that_a_signal_ends_has_no_row(

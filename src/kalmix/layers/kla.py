@@ -102,8 +102,9 @@ class KLA(Mixer):
             p (1 - exp(-2 a s)) / (2 a) for the rate a and the step s, as in the authors' code; "deviation": p^2 is in
             place of p, as in equation 8.
         initial_skip: initial skip; -1 in the authors' code.
-        norm_width: number of channels that an RMS norm of `read + skip * z` takes together, a divisor of the channels;
-            by default, as published, there is no norm. It stabilises the first steps of deep models.
+        norm_width: number of channels that an RMS norm of `read + skip * z`, before the gate, takes together, a divisor
+            of the channels; by default, as published, there is no norm. With it, gradients of deep models grow less in
+            the first steps.
         kernel: name of a kernel of `kalmix.ops.diagonal`; by default chosen by device, dtype and shape.
 
     Raises:

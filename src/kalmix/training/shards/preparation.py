@@ -228,24 +228,17 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
         before = before | {_HASH: plan["settings"][_HASH]}
     free = _FREE if manifest is None else ()
     changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
+    same_source = found.get("fingerprint") == plan["fingerprint"]
+    if (changed or not same_source) and manifest is None and not any(folder.glob("*.ds")):  # no shard was written
+        _remove_plan(folder)
+        return None
     if changed:
-        if _has_no_shards(folder, manifest):
-            _remove_plan(folder)
-            return None
         got = f"{str(folder)!r}, which holds {state} shards with another {' and '.join(changed)}"
         raise ArgumentError("output", got=got, expected="a new folder, or the same settings")
-    if found.get("fingerprint") != plan["fingerprint"]:
-        if _has_no_shards(folder, manifest):
-            _remove_plan(folder)
-            return None
+    if not same_source:
         got = f"{str(folder)!r}, which holds {state} shards of the source before it changed"
         raise ArgumentError("output", got=got, expected="a new folder, or the unchanged source")
     return manifest
-
-
-def _has_no_shards(folder: Path, manifest: Manifest | None) -> bool:
-    """Return whether a preparation was interrupted, or failed, before it wrote a shard."""
-    return manifest is None and not any(folder.glob("*.ds"))
 
 
 def _remove_plan(folder: Path) -> None:

@@ -41,7 +41,7 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.progress import progress
 
 ALL_STAGES = "all"
-SAME = ("stage", "corpus", "size", "optimizer")  # of rows whose learning rates are compared
+EQUAL_FIELDS = ("stage", "corpus", "size", "optimizer")  # of rows whose learning rates are compared
 LAYER = (
     """Layer, such as kla or kla+attention, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's."""
 )
@@ -125,7 +125,7 @@ class _Choice(NamedTuple):
             chosen = dict.fromkeys(self.layers, self.rates[0])
         else:
             cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], digest)[0].to_dict()
-            same = (row for row in rows if all(row[name] == cell[name] for name in SAME))
+            same = (row for row in rows if all(row[name] == cell[name] for name in EQUAL_FIELDS))
             chosen = best_rates(same, self.layers)
         return main_cells(self.preset, self.layers, chosen, self.seeds, digest)
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix_bench.experiments.language.architectures import LAYERS, describe
-from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE
+from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE, RunSize
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.line_panels import Curve, LinePanel, draw_line_panels
 from kalmix_bench.runner.paper_claims import Finding
@@ -24,7 +24,6 @@ from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
 
 FIGURE = "language.png"
-SHORT_WARMUP = 0.03  # of early rows, whose titles do not name it
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _condition(row: Row) -> str:
         f"sequences of {size['seq_len']:,}",
         *(["zeros in output projections at first"] if size["model"].get("zero_init") else []),
         *(["norm of embeddings"] if size["model"].get("embedding_norm") else []),
-        *([f"warmup of {100 * warmup:g}%"] if (warmup := row["optimizer"]["warmup"]) != SHORT_WARMUP else []),
+        *([f"warmup of {100 * warmup:g}%"] if (warmup := row["optimizer"]["warmup"]) != RunSize.warmup else []),
         f"corpus {row['corpus'][:8]}",
     )
     return ", ".join(parts)

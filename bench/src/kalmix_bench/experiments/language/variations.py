@@ -7,7 +7,8 @@ Each variation is a layer and, behind a space, settings of `kalmix.training.Reci
 of "model" are added to the preset's. Its model is that of the stage "main". The learning rate falls to its end within
 the tokens given here. A row has the layer, the settings, held-out and training losses, and gradient norms: of all
 parameters, and at each step, after clipping, of each block and of each kind of parameter ("mixer.in_proj.weight" of
-all blocks together). Variations run side by side, one on each GPU. Those in the output file do not run again.
+all blocks together). Variations run side by side, one on each GPU. Those in the output file do not run again. One that
+fails has no row; the others run, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -168,9 +170,16 @@ def main() -> None:
             print(f"already there: {variation}", flush=True)
         else:
             waiting.append((recipe, {**row, "variation": variation}))
+    failed = False
     for row in _run_all(waiting, options.gpus(None)):
+        if "failed" in row:
+            print(f"failed: {row['variation']}: {row['failed']}", file=sys.stderr, flush=True)
+            failed = True
+            continue
         append_rows(given.output, [row if given.commit is None else {**row, "commit": given.commit}])
         print(f"{row['seconds']:6.1f} s  {row['variation']}  {' '.join(map(str, row['held_out']['loss']))}", flush=True)
+    if failed:
+        raise SystemExit(1)
 
 
 def _run_all(waiting: Sequence[_Task], devices: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -193,12 +202,15 @@ def _take_gpu(free: SimpleQueue[str]) -> None:
 
 
 def _run(task: _Task) -> dict[str, Any]:
-    """Run a variation and return its row."""
+    """Run a variation and return its row; if it fails, a row with the error, `failed`."""
     recipe, row = task
     logging.disable_progress_bar()
     began = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        results = run_variation(recipe, Path(folder))
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            results = run_variation(recipe, Path(folder))
+    except Exception as error:  # such as a lack of memory; the other variations have their rows
+        return {**row, "failed": f"{type(error).__name__}: {error}"}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return {**row, **results, "seconds": round(time.monotonic() - began, 1), **provenance(device)}
 
