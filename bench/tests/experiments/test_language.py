@@ -61,7 +61,16 @@ def test_layers_that_replace_an_mlp_follow_each_other_without_one() -> None:
     assert {"mlp" in block for block in make_blocks("kla+attention", PAPER.main.model)} == {True, False}
 
 
-@pytest.mark.parametrize("name", ["klaa", "attention+attention", "kla+kla"])
+@pytest.mark.parametrize("name", ["kla", "mamba2", "kla-noise-free"])
+def test_layers_that_replace_an_mlp_can_have_one(name: str) -> None:
+    size = PAPER.main.model
+    blocks, others = make_blocks(f"{name}+mlp", size), make_blocks("kda", size)
+    assert len(blocks) == len(others) == size.depth
+    assert all(block["mlp"] > 0 for block in blocks)
+    assert {key: value for key, value in blocks[0].items() if key != "mlp"} == make_blocks(name, size)[0]
+
+
+@pytest.mark.parametrize("name", ["klaa", "attention+attention", "kla+kla", "kda+mlp", "kla+mlp+attention"])
 def test_unknown_layers_are_refused(name: str) -> None:
     with pytest.raises(ArgumentError, match="`layer` is"):
         make_blocks(name, PAPER.main.model)

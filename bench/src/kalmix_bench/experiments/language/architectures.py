@@ -16,6 +16,7 @@ from kalmix.errors import ArgumentError, unknown_name
 Block = dict[str, Any]  # entry of `Recipe.layers`
 ATTENTION = "attention"
 HYBRID = f"+{ATTENTION}"  # suffix of a hybrid's name
+WITH_MLP = "+mlp"  # suffix of a layer that replaces MLPs, but has one behind it here
 EVERY = 4  # every fourth block of a hybrid is attention
 MLP_STEP = 8  # widths of MLPs are multiples of it
 
@@ -29,7 +30,7 @@ OPTIONS: dict[str, Block] = {
     "afa-attention-start": {"mixer": "afa", "initial": "attention"},
 }
 HYBRIDS = tuple(name + HYBRID for name in ("gated-deltanet", "kla", "bayesian", "gated-kalmanet"))
-LAYERS = (*OPTIONS, *HYBRIDS)
+LAYERS = (*OPTIONS, *HYBRIDS, *(name + WITH_MLP for name in ("mamba2", "kla", "kla-noise-free")))
 
 
 @dataclass(frozen=True)
@@ -59,11 +60,12 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
     """Return the blocks of a model, as `Recipe.layers`.
 
     The width of all MLPs is fitted to the parameters, or the number of blocks if no block has an MLP: layers with
-    `includes_mlp`, such as KLA and Mamba-2, follow each other without one.
+    `includes_mlp`, such as KLA and Mamba-2, follow each other without one, unless the name asks for MLPs.
 
     Args:
-        name: a name of `OPTIONS`, or one with "+attention" behind it, whose every fourth block is attention. Options of
-            the layer may follow a colon as a JSON object, such as `bayesian:{"decays_per_head": 1}`.
+        name: a name of `OPTIONS`; one with "+attention" behind it, whose every fourth block is attention; or a layer
+            with `includes_mlp` and "+mlp" behind it, which has as many blocks as other layers, each with an MLP.
+            Options of the layer may follow a colon as a JSON object, such as `bayesian:{"decays_per_head": 1}`.
         size: size of the model.
 
     Raises:
@@ -76,27 +78,33 @@ def make_blocks(name: str, size: ModelSize) -> tuple[Block, ...]:
         >>> len(blocks), blocks[2]["mixer"], blocks[3]["mixer"]
         (12, 'gated-deltanet', 'attention')
     """
-    layer, hybrid = _parse(name)
-    bare = _includes_mlp(layer["mixer"])
+    layer, suffix = _parse(name)
+    bare, hybrid = _includes_mlp(layer["mixer"]) and suffix != WITH_MLP, suffix == HYBRID
     if bare and not hybrid:
-        one, two = (_count(_stack(layer, blocks, 0), size) for blocks in (1, 2))
-        return _stack(layer, max(1, 1 + round((size.parameters - one) / (two - one))), 0)
+        one, two = (_count((layer,) * blocks, size) for blocks in (1, 2))
+        return _stack(layer, layer, max(1, 1 + round((size.parameters - one) / (two - one))))
     depth = 2 * size.depth if bare else size.depth
-    first, second = (_count(_stack(layer, depth, steps * MLP_STEP, hybrid), size) for steps in (1, 2))
+
+    def stack(mlp: int) -> tuple[Block, ...]:
+        own = layer if bare else {**layer, "mlp": mlp}
+        return _stack(own, {**OPTIONS[ATTENTION], "mlp": mlp} if hybrid else own, depth)
+
+    first, second = (_count(stack(steps * MLP_STEP), size) for steps in (1, 2))
     steps = 1 + round((size.parameters - first) / (second - first))
     if steps < 1:
         expected = f"at least {first:,}, those of {depth} blocks with MLPs of width {MLP_STEP}"
         raise ArgumentError("parameters", got=f"{size.parameters:,} for {name!r}", expected=expected)
-    return _stack(layer, depth, steps * MLP_STEP, hybrid)
+    return stack(steps * MLP_STEP)
 
 
-def _parse(name: str) -> tuple[Block, bool]:
-    """Return a layer without an MLP, and whether its model is a hybrid."""
+def _parse(name: str) -> tuple[Block, str]:
+    """Return a layer without an MLP, and the suffix of its name: `HYBRID`, `WITH_MLP` or ""."""
     from kalmix.layers import mixer_class  # slow to import
 
     full, colon, text = name.partition(":")
-    base = full.removesuffix(HYBRID)
-    if base not in OPTIONS or full == ATTENTION + HYBRID:
+    suffix = next((each for each in (HYBRID, WITH_MLP) if full.endswith(each)), "")
+    base = full.removesuffix(suffix)
+    if base not in OPTIONS or (suffix and not _allows(base, suffix)):
         raise unknown_name("layer", full, LAYERS)
     try:
         options = json.loads(text) if colon else {}
@@ -107,7 +115,12 @@ def _parse(name: str) -> tuple[Block, bool]:
         raise ArgumentError("layer", got=repr(name), expected=expected)
     layer = {**OPTIONS[base], **options}
     mixer_class(layer["mixer"], {key: value for key, value in layer.items() if key != "mixer"})
-    return layer, full != base
+    return layer, suffix
+
+
+def _allows(name: str, suffix: str) -> bool:
+    """Return whether this suffix changes the model of a layer of `OPTIONS`."""
+    return name != ATTENTION if suffix == HYBRID else _includes_mlp(OPTIONS[name]["mixer"])
 
 
 def layer_name(name: str) -> str:
@@ -117,11 +130,9 @@ def layer_name(name: str) -> str:
     return f"{full}:{json.dumps(options, sort_keys=True)}" if options else full
 
 
-def _stack(layer: Block, depth: int, mlp: int, hybrid: bool = False) -> tuple[Block, ...]:
-    """Return blocks of a model, with MLPs of this width behind layers that need one."""
-    own = layer if _includes_mlp(layer["mixer"]) else {**layer, "mlp": mlp}
-    attention = {**OPTIONS[ATTENTION], "mlp": mlp}
-    return tuple(dict(attention if hybrid and n % EVERY == EVERY - 1 else own) for n in range(depth))
+def _stack(block: Block, fourth: Block, depth: int) -> tuple[Block, ...]:
+    """Return a model's blocks, every fourth of which may be another."""
+    return tuple(dict(fourth if n % EVERY == EVERY - 1 else block) for n in range(depth))
 
 
 def _includes_mlp(mixer: str) -> bool:
