@@ -142,6 +142,7 @@ PRESETS = {
         layers=(  # the first ones are those to repeat with further seeds
             *("kla", "kla-noise-free", "bayesian", "kda", "gated-deltanet", "afa-attention-start", "mamba2"),
             *("gated-kalmanet", "attention", "gla", "gated-kalmanet+attention", "gated-deltanet+attention", "afa"),
+            *("kla+mlp", "kla-noise-free+mlp"),
         ),
         rates=(2e-3, 4e-3, 8e-3, 16e-3),
     )
