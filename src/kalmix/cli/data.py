@@ -123,6 +123,6 @@ def _describe(manifest: Manifest, folder: Path, console: Console) -> None:
         ratio = f", {bytes_ / tokens:.2f} bytes a token" if tokens else ""
         console.print(f"{split:>8}: {documents:,} documents, {tokens:,} tokens{ratio}", soft_wrap=True)
     if manifest.skipped:
-        console.print(f" skipped: {manifest.skipped:,} damaged documents", soft_wrap=True)
+        console.print(f" skipped: {manifest.skipped:,} documents", soft_wrap=True)
     text = f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}"
     console.print(text, soft_wrap=True, markup=False)

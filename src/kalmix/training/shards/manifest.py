@@ -71,7 +71,7 @@ class Manifest:
         bos_id: token that begins each document.
         dtype: "uint16" or "uint32".
         licences: licences of the source, as given.
-        skipped: damaged documents that were left out.
+        skipped: documents that were left out: damaged ones, and `.json` files without text.
         shards: all shards, in the order of the source.
 
     Example:

@@ -315,7 +315,7 @@ def _manifest(
     skipped = sum(record.skipped for record in records)
     if not shards:
         _remove_plan(job.output)
-        got = f"{preparation.source!r}, which contains no text" + (f" ({skipped} damaged)" if skipped else "")
+        got = f"{preparation.source!r}, which contains no text" + (f" ({skipped} left out)" if skipped else "")
         hint = "`--column` names the column of the text in JSON lines and Parquet" if skipped else ""
         raise ArgumentError("source", got=got, expected=EXPECTED, hint=hint)
     return Manifest(
