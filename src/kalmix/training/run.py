@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed import DistError
 
 from kalmix._extras import optional_imports
 
@@ -50,7 +49,7 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
-from kalmix.training.peers import how_to_resume, watched_peers
+from kalmix.training.peers import how_to_resume, is_peer_error, watched_peers
 from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
@@ -188,8 +187,7 @@ def _peer_errors(output: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
-        if not isinstance(error, DistError) and not any(words in str(error) for words in broken):
+        if not is_peer_error(error):
             raise
         raise ConnectionError(how_to_resume(output)) from error
 

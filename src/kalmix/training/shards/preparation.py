@@ -140,7 +140,8 @@ class Preparation:
     @property
     def _named(self) -> str | tuple[str, ...]:
         """The source for JSON: a string if it is a single one."""
-        return self.sources if len(self.sources) > 1 else self.sources[0]
+        first, *others = self.sources
+        return self.sources if others else first
 
 
 def prepare(
