@@ -65,7 +65,13 @@ def test_changeable_settings_do_not_affect_the_result_of_a_resumed_run(small, sh
     whole = train(small(), tmp_path / "whole")
     train(small(), tmp_path / "part", callbacks=[Kill(3)])
     shutil.copytree(shards, tmp_path / "moved")
-    changes = {"shards": str(tmp_path / "moved"), "workers": 2, "keep_checkpoints": 1, "save_minutes": 1e-4}
+    changes = {
+        "shards": str(tmp_path / "moved"),
+        "workers": 2,
+        "keep_checkpoints": 1,
+        "keep_steps": 2,
+        "save_minutes": 1e-4,
+    }
     changes |= {"save_steps": 1, "report_to": ("tensorboard",), "description": "moved"}
     assert {*changes, "text"} == {*CHANGEABLE}
     rest = train(small(**changes), tmp_path / "part", resume=True)
@@ -213,6 +219,7 @@ def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
         {"context_attention": "tree"},
         {"save_steps": 0},
         {"keep_checkpoints": 0},
+        {"keep_steps": 0},
         {"report_to": "wandb"},
         {"model": {"hidden_size": 8}},
         {"model": {"bos_token_id": 3}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,9 @@ from rich.console import Console
 
 from kalmix.errors import ArgumentError
 from kalmix.training.shards import DatasetOptions, Manifest, Preparation, Shards
+from kalmix.training.shards.manifest import Licences
 
+SHOWN = 4  # sources that are printed
 app: typer.Typer = typer.Typer(name="data", help="Prepare token shards to pretrain on.", no_args_is_help=True)
 
 
@@ -24,7 +27,11 @@ def _group() -> None:
 @app.command(name="prepare")
 def prepare(
     source: Annotated[
-        str, typer.Argument(help="File or folder of text, JSON lines or Parquet, or hf:NAME, a dataset of `datasets`.")
+        list[str],
+        typer.Argument(
+            help="File, folder or pattern of text, JSON lines or Parquet, or hf:NAME, a dataset of `datasets`; several "
+            "are read in this order."
+        ),
     ],
     output: Annotated[str, typer.Option(help="Folder of the shards. An interrupted preparation in it continues.")],
     tokenizer: Annotated[
@@ -41,9 +48,9 @@ def prepare(
         float, typer.Option(help="Fraction of the documents to hold out, chosen by a hash of their text.")
     ] = Preparation.held_out,
     licence: Annotated[
-        list[str] | None, typer.Option(help="Licence of the source, for the manifest; repeatable.")
+        list[str] | None, typer.Option(help="Licence, or SOURCE=LICENCE, for the manifest; repeatable.")
     ] = None,
-    config: Annotated[str | None, typer.Option(help="Configuration of an hf: dataset.")] = None,
+    config: Annotated[str | None, typer.Option(help="Configuration of hf: datasets.")] = None,
     split: Annotated[str, typer.Option(help="Split of an hf: dataset.")] = "train",
     stream: Annotated[bool, typer.Option("--stream", help="Stream an hf: dataset in place of downloading it.")] = False,
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of an hf: dataset.")] = None,
@@ -67,13 +74,13 @@ def prepare(
     Repeat the command to continue after an interruption; finished shards are kept.
     """
     preparation = Preparation(
-        source=source,
+        source=tuple(source),
         tokenizer=tokenizer,
         vocab_size=vocab_size,
         column=column,
         bos=bos,
         held_out=held_out,
-        licences=tuple(licence or ()),
+        licences=_licences(licence or (), source),
         dataset=DatasetOptions(config, split, stream, revision, tuple(data_files or ()), data_dir),
         shard_tokens=shard_tokens,
         skip_damaged=skip_damaged,
@@ -87,7 +94,8 @@ def prepare(
 
     number = (os.cpu_count() or 1) if workers is None else workers
     console = Console(highlight=False)
-    console.print(f"reading {source}", soft_wrap=True, markup=False)
+    more = f" and {len(source) - SHOWN} more" if len(source) > SHOWN else ""
+    console.print(f"reading {', '.join(source[:SHOWN])}{more}", soft_wrap=True, markup=False)
     begin, tokens = time.monotonic(), 0
     with stages(console) as update:
 
@@ -102,6 +110,26 @@ def prepare(
 
         manifest = prepare_shards(preparation, output, workers=number, progress=show)
     _describe(manifest, Path(output), console)
+
+
+def _licences(given: Sequence[str], sources: Sequence[str]) -> Licences:
+    """Return the licences of all sources; those of each if one is given as SOURCE=LICENCE.
+
+    Raises:
+        ArgumentError: there is no such source.
+    """
+    common, own = list[str](), dict[str, list[str]]()
+    for text in given:
+        source, equals, licence = text.rpartition("=")
+        if not equals:
+            common.append(licence)
+        elif source in sources:
+            own.setdefault(source, []).append(licence)
+        else:
+            hint = "Quote a pattern, so that the shell passes it on as it is"
+            expected = "LICENCE, or SOURCE=LICENCE with one of the sources"
+            raise ArgumentError("licence", got=repr(text), expected=expected, hint=hint)
+    return {name: (*common, *own.get(name, ())) for name in sources} if own else tuple(common)
 
 
 @app.command(name="check")
@@ -123,6 +151,6 @@ def _describe(manifest: Manifest, folder: Path, console: Console) -> None:
         ratio = f", {bytes_ / tokens:.2f} bytes a token" if tokens else ""
         console.print(f"{split:>8}: {documents:,} documents, {tokens:,} tokens{ratio}", soft_wrap=True)
     if manifest.skipped:
-        console.print(f" skipped: {manifest.skipped:,} damaged documents", soft_wrap=True)
+        console.print(f" skipped: {manifest.skipped:,} documents", soft_wrap=True)
     text = f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}"
     console.print(text, soft_wrap=True, markup=False)

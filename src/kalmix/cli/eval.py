@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -55,19 +56,23 @@ def run(
 ) -> None:
     """Evaluate a model by lm-eval, and print its scores beside the figures of papers.
 
-    Repeat the command to continue after an interruption; finished tasks are kept.
+    Start it with `torchrun --nproc-per-node N -m kalmix.cli eval ...` on N GPUs. Repeat the command to continue after
+    an interruption; finished tasks are kept.
     """
     require_extra("`kalmix eval`", "eval")
+    from kalmix.evaluation.ranks import start_ranks
     from kalmix.evaluation.suites import units_of
 
-    chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
-    sizes = _integers("lengths", lengths)
-    units_of(suite, chosen, sizes, None if text is None else sizes)
-    check_positive_int("batch_size", batch_size)
-    if limit is not None:
-        check_positive_int("limit", limit)
-    if data is not None and not data.is_dir():
-        raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
+    ranks = start_ranks(device)
+    with ranks.main_first():
+        chosen = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+        sizes = _integers("lengths", lengths)
+        units_of(suite, chosen, sizes, None if text is None else sizes)
+        check_positive_int("batch_size", batch_size)
+        if limit is not None:
+            check_positive_int("limit", limit)
+        if data is not None and not data.is_dir():
+            raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
     from kalmix.cli.load_run import check_vocabulary, load_model, model_folder
     from kalmix.cli.stages import stages
     from kalmix.evaluation.evaluate import Options, evaluate, settings_of
@@ -78,23 +83,29 @@ def run(
     from kalmix.training.shards.tokenizer import load_tokenizer
 
     folder = run / "evaluation" if output is None else output
-    console = Console(file=sys.stdout, highlight=False)  # this stream, also while lm-eval's output is suppressed
+    main = ranks.rank == 0
+    stream = sys.stdout  # this stream, also while lm-eval's output is suppressed
+    console = Console(file=stream, highlight=False, quiet=not main)
     with stages(console) as progress:
         progress("loading the model", 0)
-        model = load_model(run, predict)
-        tokenizer = load_tokenizer(str(model_folder(run)))
-        check_vocabulary(tokenizer, model, run)
-        where = None if data is None else data.resolve()
-        passages = None
-        if text is not None:
-            begin_texts(tokenizer, model)
-            passages = read_text(text, tokenizer, model_folder(run), sizes, limit)
-        options = Options(limit, batch_size, bf16, where, passages)
-        units = units_of(suite, chosen, sizes, None if passages is None else passages.lengths)
-        _move(model, device)
-        with lock_folder(folder), disk_errors(folder):
-            results = Results(folder, settings_of(model, model_folder(run), options))
+        with ranks.main_first():
+            model = load_model(run, predict)
+            tokenizer = load_tokenizer(str(model_folder(run)))
+            check_vocabulary(tokenizer, model, run)
+            where = None if data is None else data.resolve()
+            passages = None
+            if text is not None:
+                begin_texts(tokenizer, model)
+                passages = read_text(text, tokenizer, model_folder(run), sizes, limit)
+            options = Options(limit, batch_size, bf16, where, passages, ranks)
+            units = units_of(suite, chosen, sizes, None if passages is None else passages.lengths)
+            _move(model, device)
+        with lock_folder(folder) if main else nullcontext(), disk_errors(folder):
+            with ranks.main_first():
+                results = Results(folder, settings_of(model, model_folder(run), options))
             evaluate(model, tokenizer, units, results, options, progress)
+            if not main:
+                return
             tables = score_tables(suite, run.resolve().name, results.tasks)
             write_text(folder / f"{suite}.md", "\n".join(table.markdown() for table in tables))
     for table in tables:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,8 +14,9 @@ from rich.console import Console
 from kalmix._extras import require_extra
 from kalmix.cli.run_recipe import output_folder, resumed_recipe, run_recipe
 from kalmix.errors import ArgumentError
+from kalmix.training.checkpoints import run_of
 from kalmix.training.recipe import Recipe
-from kalmix.training.recipe_files import read_recipe, recipe_names
+from kalmix.training.recipe_files import change_recipe, read_recipe, recipe_names
 from kalmix.validation import check_positive_int
 
 ASSUMED_MFU = 0.3  # of --dry-run
@@ -30,11 +32,19 @@ def run(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Setting that replaces one of the recipe; repeatable. With --resume: paths of data, checkpoints, log.",
+            help="Setting that replaces one of the recipe; repeatable. With --resume: paths of data, checkpoints, log; "
+            "with --branch-from also steps, tokens, schedule, cooldown.",
         ),
     ] = None,
     output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/TIME.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in --output with its settings.")] = False,
+    branch_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RUN[/checkpoint-N]",
+            help="In place of RECIPE: begin at this checkpoint of another run, before its cooldown.",
+        ),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print size, work, memory and an estimated time, and stop.")
     ] = False,
@@ -57,17 +67,29 @@ def run(
         saved = resumed_recipe(context, output, settings or ())
         run_recipe(replace(_with_absolute_paths(saved), initial=saved.initial), folder, resume=True, command="pretrain")
         return
-    if recipe is None:
-        expected = f"a TOML file, or one of {', '.join(recipe_names())}"
-        raise ArgumentError("recipe", problem="is missing", expected=expected)
-    read = _with_absolute_paths(read_recipe(recipe, settings or ()))
+    read = _read(recipe, settings or (), branch_from)
     if dry_run:
         _describe(read, gpus, gpu, mfu)
         return
-    if read.shards is None and read.text is None:
+    if read.shards is None and read.text is None and branch_from is None:
         expected = "`--set shards=FOLDER` with token shards (`kalmix data prepare`), or `--set text=PATH`"
         raise ArgumentError("shards", problem="is missing, and so is `text`", expected=expected)
-    run_recipe(read, folder, resume=False, command="pretrain")
+    run_recipe(read, folder, resume=False, command="pretrain", branch_from=branch_from)
+
+
+def _read(recipe: str | None, settings: Sequence[str], branch_from: str | None) -> Recipe:
+    """Return the recipe of a new run, or of a branch."""
+    if branch_from is not None:
+        if recipe is not None:
+            hint = "A branch has the settings of its run"
+            raise ArgumentError("recipe", problem="is given with --branch-from", expected="only --set", hint=hint)
+        saved = Recipe.load(run_of(Path(branch_from)))
+        changed = _with_absolute_paths(change_recipe(saved, settings, branch=True))
+        return replace(changed, initial=saved.initial)
+    if recipe is None:
+        expected = f"a TOML file, or one of {', '.join(recipe_names())}"
+        raise ArgumentError("recipe", problem="is missing", expected=expected)
+    return _with_absolute_paths(read_recipe(recipe, settings))
 
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:

@@ -49,7 +49,7 @@ def resumed_recipe(context: typer.Context, output: str | None, settings: Sequenc
     return change_recipe(Recipe.load(Path(output)), settings or ())
 
 
-def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, command: str) -> None:
+def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, command: str, branch_from: str | None = None) -> None:
     """Train by a recipe, show progress, and evaluate a run on text as `kalmix report` does.
 
     Args:
@@ -57,6 +57,7 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, command: str) -> N
         folder: folder of the run.
         resume: continue the run in `folder`.
         command: name of the command, which a user repeats to resume.
+        branch_from: run or checkpoint to begin with.
     """
     require_extra(f"`kalmix {command}`", "train")
     from transformers.utils import logging
@@ -71,8 +72,10 @@ def run_recipe(recipe: Recipe, folder: Path, *, resume: bool, command: str) -> N
     first = process_state().is_main_process
     if first:
         console.print(f"reading {_data(recipe)}", soft_wrap=True, markup=False)
+        if branch_from is not None:
+            console.print(f"continuing from {branch_from}", soft_wrap=True, markup=False)
     progress = ProgressBar(console, detailed=command == "pretrain")
-    result = train(recipe, folder, resume=resume, callbacks=[progress])
+    result = train(recipe, folder, resume=resume, branch_from=branch_from, callbacks=[progress])
     if not result.finished:
         if first:
             console.print(f"interrupted after {result.steps} steps; to continue:", soft_wrap=True)

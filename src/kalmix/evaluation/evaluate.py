@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ with optional_imports():
 from kalmix.evaluation.harness import load_task, run_task, task_manager
 from kalmix.evaluation.judge import Judge
 from kalmix.evaluation.perplexity import HeldOutText, perplexity
+from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.results import Results, fingerprint
 from kalmix.evaluation.ruler import Needle, deciles, load_ruler_task, needles, tokenizer_copy
 from kalmix.evaluation.suites import PERPLEXITY, Unit
@@ -36,6 +38,7 @@ class Options:
         bf16: run under bfloat16 autocast.
         data: folder with copies of datasets; `None` for the hub.
         text: text of the perplexity; `None` if no unit needs it.
+        ranks: processes that evaluate together. Each calls `evaluate`; process 0 stores the results.
     """
 
     limit: int | None = None
@@ -43,6 +46,7 @@ class Options:
     bf16: bool = False
     data: Path | None = None
     text: HeldOutText | None = None
+    ranks: Ranks = ALONE
 
 
 def settings_of(model: KalmixForCausalLM, folder: Path, options: Options) -> dict[str, Any]:
@@ -86,14 +90,17 @@ def evaluate(
     waiting = [unit for unit in units if not _is_finished(unit, results, options)]
     if not waiting:
         return
-    judge = Judge(model, tokenizer, batch_size=options.batch_size, bf16=options.bf16)
-    facts = provenance(model.device)
+    ranks = options.ranks
+    judge = Judge(model, tokenizer, batch_size=options.batch_size, bf16=options.bf16, ranks=ranks)
+    facts = provenance(model.device) | ({"processes": ranks.size} if ranks.size > 1 else {})
     with tokenizer_copy(tokenizer) as name:
         for number, unit in enumerate(waiting, start=len(units) - len(waiting) + 1):
             label, begin = f"{number} of {len(units)}: {unit.key}", time.monotonic()
             progress(label, 0.0)
             record = _run(judge, unit, options, name, lambda done, label=label: progress(label, done))
-            results.add(unit.key, {**record, "seconds": round(time.monotonic() - begin, 1), "provenance": facts})
+            if ranks.rank == 0:
+                seconds = round(time.monotonic() - begin, 1)
+                results.add(unit.key, {**record, "seconds": seconds, "provenance": facts})
             progress(label, 1.0)
 
 
@@ -110,14 +117,18 @@ def _run(
 ) -> dict[str, Any]:
     """Run a unit, and return its record. `tokenizer` is the folder of a copy of the tokenizer."""
     task, length = unit.column.task, unit.length
+    loading = options.ranks.main_first() if options.data is None else nullcontext()  # one process downloads
     if length is None:
         judge.progress = progress
-        return run_task(judge, load_task(task_manager(), task, options.data), options.limit)[0]
+        with loading:
+            loaded = load_task(task_manager(), task, options.data)
+        return run_task(judge, loaded, options.limit)[0]
     if task == PERPLEXITY:
         assert options.text is not None
-        sizes = {"batch_size": options.batch_size, "bf16": options.bf16}
+        sizes = {"batch_size": options.batch_size, "bf16": options.bf16, "ranks": options.ranks}
         return perplexity(judge.model, options.text, length, **sizes, progress=progress)
-    loaded = load_ruler_task(task, length, options.limit, tokenizer, options.data)
+    with loading:
+        loaded = load_ruler_task(task, length, options.limit, tokenizer, options.data)
     judge.progress = progress
     record, samples = run_task(judge, loaded, None)
     score = str(length)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kalmix._extras import optional_imports
@@ -12,6 +12,7 @@ with optional_imports():
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
+from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.suites import MAX_LENGTH
 from kalmix.models import KalmixForCausalLM
 
@@ -28,13 +29,20 @@ class Judge(HFLM):
         tokenizer: its tokenizer. Its special tokens are changed in place.
         batch_size: sequences per forward pass.
         bf16: run under bfloat16 autocast.
+        ranks: processes among which the rows of a task are divided. All get all results.
 
     Attributes:
         progress: called with the fraction of the current requests that is done, 0 to 1.
     """
 
     def __init__(
-        self, model: KalmixForCausalLM, tokenizer: PreTrainedTokenizerFast, *, batch_size: int, bf16: bool = False
+        self,
+        model: KalmixForCausalLM,
+        tokenizer: PreTrainedTokenizerFast,
+        *,
+        batch_size: int,
+        bf16: bool = False,
+        ranks: Ranks = ALONE,
     ) -> None:
         begin = begin_texts(tokenizer, model)
         super().__init__(
@@ -48,16 +56,24 @@ class Judge(HFLM):
         )
         self.progress: Callable[[float], None] = lambda done: None
         self._requests = self._done = 0
+        self.ranks: Ranks = ranks  # lm-eval itself sees one process
 
     def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> Any:
         """Return the log-likelihoods of requests, without a bar of tqdm."""
-        self._requests, self._done = len(requests), 0
-        return super().loglikelihood(requests, disable_tqdm=True)
+        return self._divide(super().loglikelihood, requests)
 
     def generate_until(self, requests: Any, disable_tqdm: bool = True) -> Any:
         """Return the generated texts of requests, without a bar of tqdm."""
-        self._requests, self._done = len(requests), 0
-        return super().generate_until(requests, disable_tqdm=True)
+        return self._divide(super().generate_until, requests)
+
+    def _divide(self, compute: Callable[..., list[Any]], requests: Sequence[Any]) -> list[Any]:
+        """Compute the answers to requests, those of a row in one process."""
+
+        def answers(own: list[Any]) -> list[Any]:
+            self._requests, self._done = len(own), 0
+            return compute(own, disable_tqdm=True)
+
+        return self.ranks.divide(requests, answers, [request.doc_id for request in requests])
 
     def _model_call(self, inps: Any, *args: Any, **kwargs: Any) -> Any:
         return self._count(len(inps), super()._model_call(inps, *args, **kwargs))

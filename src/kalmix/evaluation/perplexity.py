@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kalmix.errors import ArgumentError
+from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.suites import PERPLEXITY_LENGTHS
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import read_documents
@@ -86,6 +87,7 @@ def perplexity(
     batch_size: int = 1,
     bf16: bool = False,
     progress: Callable[[float], None] = lambda done: None,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
     """Compute the perplexity of a text in windows of `length` tokens that do not overlap.
 
@@ -99,27 +101,38 @@ def perplexity(
         batch_size: windows computed together.
         bf16: run under bfloat16 autocast.
         progress: called with the fraction that is done, 0 to 1.
+        ranks: processes among which batches of windows are divided. All return the same record.
 
     Returns:
         A record for JSON: "scores" with "perplexity" and "nats_per_token", the number of windows as "rows", and the
         number of predicted "tokens".
     """
     windows = text.ids[: len(text.ids) // length * length].view(-1, length)
-    total, device = 0.0, model.device
-    for start in range(0, len(windows), batch_size):
-        ids, cache, previous = windows[start : start + batch_size].to(device), None, None
-        for begin in range(0, length, PIECE):
-            piece = ids[:, begin : begin + PIECE]
-            with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-                output = model(piece, cache=cache, use_cache=True)
-            cache, logits = output.cache, output.logits.float()
-            predictions = logits[:, :-1] if previous is None else torch.cat([previous, logits[:, :-1]], dim=1)
-            targets = piece[:, 1:] if previous is None else piece
-            previous = logits[:, -1:]
-            nll = torch.nn.functional.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
-            total += float(nll.double().sum())
-            progress((start + len(ids) * min(1.0, (begin + PIECE) / length)) / len(windows))
+
+    def nats_of(own: list[Tensor]) -> list[float]:
+        reports = (lambda done, n=n: progress((n + done) / len(own)) for n in range(len(own)))
+        return [_nats(model, ids, bf16, report) for ids, report in zip(own, reports, strict=True)]
+
+    batches = windows.split(batch_size)
     count = windows.numel() - len(windows)
-    nats = total / count
+    nats = sum(ranks.divide(batches, nats_of, range(len(batches)))) / count
     scores = {"perplexity": math.exp(min(nats, 700.0)), "nats_per_token": nats}
     return {"scores": scores, "stderr": {}, "rows": len(windows), "tokens": count, "text": text.sha256}
+
+
+def _nats(model: KalmixForCausalLM, windows: Tensor, bf16: bool, report: Callable[[float], None]) -> float:
+    """Return the sum of the nats of all tokens of a batch of windows, without the first ones."""
+    device, length = model.device, windows.shape[1]
+    ids, cache, previous, total = windows.to(device), None, None, 0.0
+    for begin in range(0, length, PIECE):
+        piece = ids[:, begin : begin + PIECE]
+        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+            output = model(piece, cache=cache, use_cache=True)
+        cache, logits = output.cache, output.logits.float()
+        predictions = logits[:, :-1] if previous is None else torch.cat([previous, logits[:, :-1]], dim=1)
+        targets = piece[:, 1:] if previous is None else piece
+        previous = logits[:, -1:]
+        nll = torch.nn.functional.cross_entropy(predictions.flatten(0, 1), targets.flatten(), reduction="none")
+        total += float(nll.double().sum())
+        report(min(1.0, (begin + PIECE) / length))
+    return total

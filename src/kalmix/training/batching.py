@@ -55,5 +55,9 @@ def plan_batches(recipe: Recipe, processes: int, sequences: int | None = None) -
         rows = next(size for size in range(min(most, needed), 0, -1) if needed % size == 0)
         accumulation = needed // rows
     step_tokens = rows * accumulation * groups * recipe.seq_len
-    steps = recipe.steps if recipe.tokens is None else -(-recipe.tokens // step_tokens)
-    return Batching(rows, accumulation, groups, step_tokens, steps)
+    return Batching(rows, accumulation, groups, step_tokens, count_steps(recipe, step_tokens))
+
+
+def count_steps(recipe: Recipe, step_tokens: int) -> int | None:
+    """Return the optimizer steps of a run with so many tokens in a step; `None` if time alone limits it."""
+    return recipe.steps if recipe.tokens is None else -(-recipe.tokens // step_tokens)

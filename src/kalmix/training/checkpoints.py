@@ -7,16 +7,30 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import warnings
 import zlib
 from pathlib import Path
 
 from kalmix.errors import ArgumentError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
+from kalmix.training.recipe import RECIPE_FILE
 
+CHECKPOINTS = "checkpoints"  # folder of a run
 MANIFEST_FILE = "manifest.json"
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)$")
 _READ_SIZE = 1 << 24  # bytes
+
+
+def run_of(path: Path) -> Path:
+    """Return the folder of the run in which `path` is a checkpoint; `path` itself if it is a run.
+
+    Args:
+        path: folder of a run, or RUN/checkpoint-N, or RUN/checkpoints/checkpoint-N.
+    """
+    if _CHECKPOINT_NAME.fullmatch(path.name) is None or (path / RECIPE_FILE).exists():
+        return path
+    return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -39,11 +53,21 @@ def newest_checkpoint(folder: Path, *, processes: int | None = None) -> Path | N
         FormatError: a newer version of kalmix wrote a checkpoint.
     """
     for path in list_checkpoints(folder):
-        damage = _find_damage(path, processes)
+        damage = find_damage(path, processes)
         if damage is None:
             return path
         warnings.warn(f"skipping {path}: {damage}", stacklevel=2)
     return None
+
+
+def remove_checkpoints(folder: Path, keep_steps: int | None) -> None:
+    """Delete the checkpoints of a finished run, except for those to branch from: see `Recipe.keep_steps`."""
+    if keep_steps is None:
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    for path in list_checkpoints(folder)[1:]:
+        if checkpoint_step(path) % keep_steps:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def read_input_digests(checkpoint: Path) -> dict[str, str]:
@@ -105,8 +129,12 @@ def _fingerprint(path: Path) -> list[int]:
     return [path.stat().st_size, checksum]
 
 
-def _find_damage(checkpoint: Path, processes: int | None) -> str | None:
+def find_damage(checkpoint: Path, processes: int | None = None) -> str | None:
     """Return a description of the damage to a checkpoint; `None` if it is intact.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        processes: number of processes that must have saved it; any by default.
 
     Raises:
         ArgumentError, FormatError: as `newest_checkpoint`.

@@ -20,6 +20,12 @@ def how_to_resume(output: Path) -> str:
     return f"another process of this run has ended, so training stops; {hint}"
 
 
+def is_peer_error(error: RuntimeError) -> bool:
+    """Return whether an exchange between processes failed, such as because another process has ended."""
+    broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in broken)
+
+
 @contextmanager
 def watched_peers(output: Path) -> Iterator[None]:
     """End this process with status 1 and one sentence if another process of the run on this host ends inside the block.

@@ -19,9 +19,11 @@ Layers = tuple[str | dict[str, Any], ...]
 RECIPE_FILE, HISTORY = "recipe.json", "history.json"  # the latter is written after the model
 # Settings that a resumed run may change, since they do not affect its result. Data is checked by its digest.
 CHANGEABLE = (
-    *("shards", "text", "workers", "keep_checkpoints", "save_minutes", "save_steps"),
+    *("shards", "text", "workers", "keep_checkpoints", "keep_steps", "save_minutes", "save_steps"),
     *("report_to", "description"),
 )
+# Settings that a branch may change, too: they affect the run only after its checkpoint (`kalmix.training.branch`).
+BRANCHED = ("steps", "tokens", "schedule", "cooldown", "final_learning_rate")
 # Settings for which `kalmix train` has an option; `kalmix pretrain` takes all.
 TRAIN_OPTIONS = (
     *("text", "tokenizer", "vocab_size", "layers", "hidden_size", "seq_len", "batch_size", "grad_accum"),
@@ -109,6 +111,9 @@ class Recipe:
         save_minutes: longest time between two checkpoints, > 0.
         save_steps: further checkpoints after each multiple of so many steps; `None` for none.
         keep_checkpoints: number of checkpoints to keep, the newest ones; at least 1.
+        keep_steps: checkpoints after each multiple of so many steps, and after the last step, are kept, also when the
+            run has ended, and do not count for `keep_checkpoints`. Other runs can branch from them (`train`). `None`
+            for none.
         eval_tokens: held-out tokens of each of the ten evaluations in a run. There are none if it is below `seq_len`,
             or if no documents are held out. Folders in `shards` that hold out none are left out.
         report_to: tuple of integrations of the Trainer that get the log too, such as "wandb". TensorBoard always does.
@@ -174,6 +179,7 @@ class Recipe:
     save_minutes: float = 10.0
     save_steps: int | None = None
     keep_checkpoints: int = 2
+    keep_steps: int | None = None
     eval_tokens: int = 8192
     report_to: tuple[str, ...] = ()
     description: str = ""

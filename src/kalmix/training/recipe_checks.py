@@ -30,7 +30,7 @@ _LEAST = {
 }
 _POSITIVE = (
     *("steps", "tokens", "minutes", "learning_rate", "batch_tokens", "reference_width", "reference_batch"),
-    *("eps", "clip", "save_minutes", "save_steps"),
+    *("eps", "clip", "save_minutes", "save_steps", "keep_steps"),
 )
 _FRACTIONS = ("warmup", "cooldown", "final_learning_rate")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kalmix.errors import ArgumentError, any_of, similar_names
-from kalmix.training.recipe import CHANGEABLE, RECIPE_FIELDS, Layers, Recipe, as_fields, parse_layers
+from kalmix.training.recipe import BRANCHED, CHANGEABLE, RECIPE_FIELDS, Layers, Recipe, as_fields, parse_layers
 
 SUFFIX = ".toml"
 MAX_REPEATS = 9999
@@ -58,12 +58,13 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     return _replace(given, settings)
 
 
-def change_recipe(recipe: Recipe, settings: Sequence[str]) -> Recipe:
-    """Return the recipe of a run to resume with other settings.
+def change_recipe(recipe: Recipe, settings: Sequence[str], *, branch: bool = False) -> Recipe:
+    """Return the recipe of a run to resume, or to branch from, with other settings.
 
     Args:
         recipe: settings of the run.
         settings: settings to change, as in `read_recipe`; of `kalmix.training.recipe.CHANGEABLE` only.
+        branch: for a branch; `BRANCHED` may change, too.
 
     Raises:
         ArgumentError: a setting is unknown, has a wrong value, or affects the result of the run.
@@ -74,13 +75,15 @@ def change_recipe(recipe: Recipe, settings: Sequence[str]) -> Recipe:
         >>> change_recipe(Recipe(steps=100, shards="old"), ["shards=new", "workers=2"]).shards
         'new'
     """
+    known, option = ((*BRANCHED, *CHANGEABLE), "--branch-from") if branch else (CHANGEABLE, "--resume")
     for setting in settings:
         key = _parse_setting(setting)[0]
         _check_names({key: None})
-        if key not in CHANGEABLE:
-            names = ", ".join(f"`{name}`" for name in CHANGEABLE)
-            problem = f"changes `{key}`, but a resumed run keeps the settings that affect its result"
-            raise ArgumentError("set", problem=problem, expected=f"only {names} with --resume")
+        if key not in known:
+            kept = "a branch keeps the settings of its run" if branch else "a resumed run keeps the settings"
+            problem = f"changes `{key}`, but {kept} that affect its result"
+            names = ", ".join(f"`{name}`" for name in known)
+            raise ArgumentError("set", problem=problem, expected=f"only {names} with {option}")
     return _replace(dict(vars(recipe)), settings)
 
 

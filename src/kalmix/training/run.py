@@ -4,7 +4,7 @@ Files of a run:
 
 - `recipe.json`: settings.
 - `model/`: model and tokenizer, for `AutoModelForCausalLM` and `AutoTokenizer`.
-- `checkpoints/`: checkpoints to resume from, deleted at the end.
+- `checkpoints/`: checkpoints to resume from, deleted at the end, and those of `Recipe.keep_steps`.
 - `history.json`: log of the Trainer.
 - `tensorboard/`: the same, for TensorBoard.
 - `inputs.json`: digests of text or shards, and of the tokenizer.
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch._dynamo.exc import BackendCompilerFailed
-from torch.distributed import DistError
 
 from kalmix._extras import optional_imports
 
@@ -39,11 +37,20 @@ from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
-from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint, read_input_digests
+from kalmix.training.branch import begin_branch
+from kalmix.training.checkpoints import (
+    CHECKPOINTS,
+    check_step_size,
+    list_checkpoints,
+    newest_checkpoint,
+    read_input_digests,
+    remove_checkpoints,
+    run_of,
+)
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
-from kalmix.training.peers import how_to_resume, watched_peers
-from kalmix.training.recipe import CHANGEABLE, HISTORY, RECIPE_FILE, Recipe
+from kalmix.training.peers import how_to_resume, is_peer_error, watched_peers
+from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
@@ -108,12 +115,13 @@ def train(
     output: str | os.PathLike[str],
     *,
     resume: bool = False,
+    branch_from: str | os.PathLike[str] | None = None,
     callbacks: Sequence[TrainerCallback | type[TrainerCallback]] = (),
 ) -> Run:
     """Train a language model by a recipe, on an accelerator if there is one.
 
     A checkpoint is saved when a fifth, two, three and four fifths of the run are done, at least every
-    `recipe.save_minutes` minutes, and every `recipe.save_steps` steps.
+    `recipe.save_minutes` minutes, and every `recipe.save_steps` and `recipe.keep_steps` steps.
     Ctrl-C and SIGTERM save a checkpoint and return a `Run` whose `finished` is False. Under `torchrun`, all processes
     train one model: pass equal arguments to all. If their `output` differs, that of the first process counts.
 
@@ -127,6 +135,11 @@ def train(
         resume: continue the run in `output` from its newest intact checkpoint. Unfinished checkpoints, and those with
             damaged files, are skipped with a warning. Without an intact checkpoint, or without a run, training starts
             from the beginning.
+        branch_from: begin at a checkpoint of another run, with its optimizer, random state and position in the data:
+            RUN/checkpoint-N, or RUN for its newest intact checkpoint. `recipe` has the settings of that run, except for
+            those in `kalmix.training.recipe.BRANCHED` and `CHANGEABLE`. Neither the run nor the branch may be in its
+            cooldown at that step. The warmup keeps its number of steps. The branch equals a run with the recipe that is
+            written to `output`, and does not need the other run once it has begun.
         callbacks: further callbacks of the Hugging Face Trainer, objects or classes.
 
     Returns:
@@ -139,6 +152,7 @@ def train(
             longer finite); `output` is a file, or holds a run (without `resume`) or a finished one (with it); another
             process trains into `output`. With `resume`: the data, the tokenizer, a setting or, without
             `recipe.batch_tokens`, the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
+            With `branch_from`: there is no such checkpoint, or the branch cannot begin there.
         OSError: a file cannot be written, for example on a full disk; names the path. `ConnectionError`: another
             process of the run has ended.
 
@@ -153,7 +167,7 @@ def train(
         >>> run.finished, run.steps
         (True, 2)
     """
-    _check_arguments(recipe, output, resume=resume, callbacks=callbacks)
+    _check_arguments(recipe, output, resume=resume, branch_from=branch_from, callbacks=callbacks)
     state = process_state()
     check_fsdp(recipe)
     output = Path(broadcast_object_list([str(output)])[0])
@@ -162,6 +176,8 @@ def train(
     set_seed(recipe.seed)
     source = open_source(recipe)
     with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output), _peer_errors(output):
+        if branch_from is not None:
+            recipe, resume = _branch(recipe, output, Path(branch_from), state), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
 
@@ -171,19 +187,21 @@ def _peer_errors(output: Path) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
-        if not isinstance(error, DistError) and not any(words in str(error) for words in broken):
+        if not is_peer_error(error):
             raise
         raise ConnectionError(how_to_resume(output)) from error
 
 
-def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks: object) -> None:
+def _check_arguments(recipe: object, output: object, *, resume: bool, branch_from: object, callbacks: object) -> None:
     """Check the arguments of `train` that need no data."""
     if not isinstance(recipe, Recipe):
         raise ArgumentError("recipe", got=f"a {type(recipe).__name__}", expected="a Recipe")
     if not isinstance(output, str | os.PathLike):
         raise ArgumentError("output", got=repr(output), expected="the path of a folder")
     check_bool("resume", resume)
+    if branch_from is not None and (resume or not isinstance(branch_from, str | os.PathLike)):
+        got = f"{str(branch_from)!r}, with resume=True" if resume else repr(branch_from)
+        raise ArgumentError("branch_from", got=got, expected="the path of a run or checkpoint, without `resume`")
     entries = callbacks if isinstance(callbacks, list | tuple) else [None]
     if not all(issubclass(x if isinstance(x, type) else type(x), TrainerCallback) for x in entries):
         raise ArgumentError("callbacks", got=repr(callbacks), expected="a list of callbacks of the Trainer")
@@ -194,13 +212,23 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, callbacks:
             raise ArgumentError("report_to", got=got, expected=any_of(["all", *installed]))
 
 
-def _check_same_recipe(recipe: Recipe, output: Path) -> None:
-    """Check that the settings of a resumed run are those that it began with, except for `CHANGEABLE` ones."""
-    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(output)))
+def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequence[str] = CHANGEABLE) -> None:
+    """Check that settings are those of the run in a folder, except for `changeable` ones."""
+    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(run)))
     for name, value in saved.items():
-        if name not in CHANGEABLE and given[name] != value:
-            expected, hint = f"{value!r}, as in the run to resume", "`Recipe.load(output)` returns its settings"
+        if name not in changeable and given[name] != value:
+            expected, hint = f"{value!r}, as in the run to {purpose}", "`Recipe.load` returns its settings"
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
+
+
+def _branch(recipe: Recipe, output: Path, start: Path, state: PartialState) -> Recipe:
+    """Begin a branch in the main process; return its recipe in all."""
+    with state.main_process_first():
+        if state.is_main_process:
+            _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
+            _check_new(output)
+            begin_branch(recipe, start, output)
+    return Recipe.load(output)
 
 
 def _train(
@@ -208,10 +236,10 @@ def _train(
 ) -> Run:
     """Train into a folder that this process has locked."""
     state = process_state()
-    checkpoint = _checkpoint(output, state, resume=resume)
+    checkpoint = _checkpoint(recipe, output, state, resume=resume)
     if checkpoint is not None:
         if (output / RECIPE_FILE).exists():
-            _check_same_recipe(recipe, output)
+            _check_same_recipe(recipe, output, "resume")
         when = f"when {str(checkpoint)!r} was saved"
         inputs.check(source.digests(output), read_input_digests(checkpoint), when, "to resume the run")
     with state.main_process_first():
@@ -230,7 +258,7 @@ def _train(
         check_step_size(checkpoint, state.num_processes, sequences)
     model.config.max_packed_sequences = data.max_documents
     curve = Curve(recipe.schedule, recipe.warmup, recipe.cooldown, recipe.final_learning_rate)
-    saves = SaveRule(60 * recipe.save_minutes, recipe.save_steps)
+    saves = SaveRule(60 * recipe.save_minutes, recipe.save_steps, recipe.keep_steps)
     schedule = Schedule(steps=data.batching.steps, minutes=recipe.minutes, curve=curve, saves=saves)
     read = source.digests(output)
     if state.is_main_process:
@@ -259,7 +287,15 @@ def _train(
         ) from error
 
 
-def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | None:
+def _check_new(output: Path) -> None:
+    """Check that a folder holds no run."""
+    if (output / HISTORY).exists() or list_checkpoints(output / CHECKPOINTS):
+        raise ArgumentError(
+            "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or resume=True (`--resume`)"
+        )
+
+
+def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bool) -> Path | None:
     """Return the checkpoint to resume from; `None` to start from the beginning.
 
     Warns if an earlier start is lost.
@@ -267,13 +303,11 @@ def _checkpoint(output: Path, state: PartialState, *, resume: bool) -> Path | No
     Raises:
         ArgumentError: as `train`.
     """
-    checkpoints = output / "checkpoints"
-    if not resume and ((output / HISTORY).exists() or list_checkpoints(checkpoints)):
-        raise ArgumentError(
-            "output", got=f"{str(output)!r}, which holds a run", expected="a new folder, or resume=True (`--resume`)"
-        )
-    if resume and finished(read_history(output)):
-        shutil.rmtree(checkpoints, ignore_errors=True)  # a killed process may have left them
+    checkpoints = output / CHECKPOINTS
+    if not resume:
+        _check_new(output)
+    elif finished(read_history(output)):
+        remove_checkpoints(checkpoints, recipe.keep_steps)  # a killed process may have left them
         hint = f"Its model is in {output / 'model'}"
         got = f"{str(output)!r}, which holds a finished run"
         raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
@@ -316,7 +350,7 @@ def _save_model(trainer: KalmixTrainer, output: Path, corpus: Corpus, tokenizer:
         sync_tree(output / "model")
         write_text(output / HISTORY, json.dumps(history, indent=1) + "\n")
         if finished(history):
-            shutil.rmtree(output / "checkpoints", ignore_errors=True)  # only the model is needed now
+            remove_checkpoints(output / CHECKPOINTS, trainer.recipe.keep_steps)
     if trainer.recipe.fsdp:
         trainer.accelerator.wait_for_everyone()
         model = KalmixForCausalLM.from_pretrained(output / "model")  # a caller may use it in one process

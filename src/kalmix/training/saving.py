@@ -25,9 +25,11 @@ class SafeTrainer(Trainer):
 
     Attributes:
         inputs: digests of the data of the run, by name; stored in the manifest of each checkpoint.
+        keep_steps: checkpoints of multiples of so many steps are not deleted; `None` for none.
     """
 
     inputs: dict[str, str]
+    keep_steps: int | None = None
     _saving = False
 
     def train_from(self, checkpoint: Path | None) -> TrainOutput:
@@ -37,6 +39,13 @@ class SafeTrainer(Trainer):
             after = -1 if checkpoint is None else checkpoint_step(checkpoint)
             self._discard(path for path in list_checkpoints(self._folder) if checkpoint_step(path) > after)
         return self.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+
+    def _run_epoch(self, *args: Any, **options: Any) -> None:
+        """Train an epoch; end the run if the checkpoint to resume from was saved after the last step."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return
+        super()._run_epoch(*args, **options)
 
     @property
     def _folder(self) -> Path:
@@ -70,7 +79,9 @@ class SafeTrainer(Trainer):
         sync_tree(checkpoint)
         checkpoint.rename(self._folder / checkpoint.name)
         sync(self._folder)
-        self._discard(list_checkpoints(self._folder)[self.args.save_total_limit :])
+        found, keep = list_checkpoints(self._folder), self.keep_steps
+        passing = [path for path in found if keep is None or checkpoint_step(path) % keep]
+        self._discard(passing[self.args.save_total_limit :])
 
     def _discard(self, checkpoints: Iterable[Path]) -> None:
         """Delete checkpoints so that no folder `checkpoint-N` is ever incomplete."""

@@ -56,10 +56,16 @@ class SaveRule:
     Attributes:
         seconds: longest time between two checkpoints.
         steps: further checkpoints after each multiple of so many steps; `None` for none.
+        keep_steps: the same for checkpoints that are kept, and one after the last step; `None` for none.
     """
 
     seconds: float = 600.0
     steps: int | None = None
+    keep_steps: int | None = None
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint is due after a step, whatever the time."""
+        return any(step % steps == 0 for steps in (self.steps, self.keep_steps) if steps is not None)
 
 
 class Schedule(TrainerCallback):
@@ -101,12 +107,20 @@ class Schedule(TrainerCallback):
         """Return the learning rate at the current progress, relative to its peak."""
         return self.curve(self.progress)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
+    ) -> None:
+        """Continue at the progress of a checkpoint; that of a branch follows from its own number of steps."""
+        rows = state.log_history if self.steps is not None and self.seconds is None else []
+        for row in rows:
+            row["progress"] = self._progress_at(int(row["step"]))
         self._initial_progress = self.progress = next(
             (row["progress"] for row in reversed(state.log_history) if "progress" in row), 0.0
         )
         self._start_time = self._first_step_time = self._save_time = time.monotonic()
         self._timing_started = False
+        for group in given["optimizer"].param_groups:
+            group["lr"] = group["initial_lr"] * self.lr_factor()
 
     def on_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -115,7 +129,7 @@ class Schedule(TrainerCallback):
         if not self._timing_started:
             self._timing_started, self._first_step_time = True, time.monotonic()
         save_due = time.monotonic() - self._save_time >= self.saves.seconds
-        save_due |= self.saves.steps is not None and (state.global_step + 1) % self.saves.steps == 0
+        save_due |= self.saves.is_due(state.global_step + 1)
         local = [self._progress_at(state.global_step + 1), float(self.signalled), float(save_due)]
         if dist.is_available() and dist.is_initialized():
             combined = torch.tensor(local, device=args.device, dtype=torch.float64)
@@ -128,7 +142,8 @@ class Schedule(TrainerCallback):
         self.finished = self.progress >= 1
         control.should_evaluate = control.should_evaluate or self._crossed_mark(EVALUATIONS)
         save = self._save_due or self._crossed_mark(SAVE_INTERVALS)
-        control.should_save = self.interrupted or (save and not self.finished)
+        last = self.finished and self.saves.keep_steps is not None
+        control.should_save = self.interrupted or last or (save and not self.finished)
         if control.should_save:
             self._save_time = time.monotonic()
         control.should_training_stop = control.should_training_stop or self.finished or self.interrupted

@@ -92,6 +92,7 @@ class KalmixTrainer(SafeTrainer):
         self.schedule: Schedule = schedule
         self.data: RunData = data
         self.inputs: dict[str, str] = inputs
+        self.keep_steps = recipe.keep_steps
         self._timed: tuple[int, float] | None = None  # step and time of the last row with a training loss
         self._peak: float | None = None
         self._mesh: DeviceMesh | None = None  # of context parallelism
@@ -208,7 +209,8 @@ class KalmixTrainer(SafeTrainer):
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
         if self.data.evaluation is None:
             return {}
-        with self._untimed():
+        gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        with self._untimed(), torch.random.fork_rng(gpus):  # evaluations do not change the samples of the loss
             return super().evaluate(*args, **options)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

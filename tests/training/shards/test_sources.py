@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gzip
+import io
 import json
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from kalmix.training.shards import (
     Preparation,
     TokenLoader,
     documents,
+    json_values,
     prepare,
     sources,
     tokenize_part,
@@ -116,29 +118,67 @@ JSON = {
     "lines": (b"\xef\xbb\xbf\n  \n" + GOOD * 2, 2, None),
     "one line": (GOOD.strip(), 1, None),
     "empty": (b"", 0, None),
-    "array": (b' \n [{"text": "a"}]', 0, "which is a JSON array, not JSON lines"),
-    "object": (b'{\n "text": "a"\n}\n', 0, "which is one JSON object over several lines, not JSON lines"),
-    "nested object": (b'{"version": 2,\n "text": ["a"]}\n', 0, "which is one JSON object over several lines"),
+    "array": (b'\xef\xbb\xbf \n [{"text": "good"},\n{"a": [1], "text": "good"}\n]\n ', 2, None),
+    "empty array": (b"[ ]", 0, None),
+    "object": (b'{\n "text": "good"\n}\n', 1, None),
+    "array without the column": (b'[{"body": "a"}]', 0, "whose object 1 lacks the column 'text'; it has 'body'"),
+    "array of several kinds": (b'[{"text": "good"}, 5]', 1, "whose object 2 holds a int in place of an object"),
+    "array that is cut": (b'[{"text": "good"}, {"text": "go', 1, "where value 2 is not JSON (Unterminated string"),
+    "array without an end": (b'[{"text": "good"}', 1, "where value 2 is not JSON (no ',' or ']' before it)"),
+    "array and more": (b'[{"text": "good"}] 5', 1, "where value 2 is not JSON (it follows the end)"),
+    "array in Latin-1": (b'[{"text": "\xe9"}]', 0, "where value 1 is not UTF-8"),
+    "array nested deep": (b"[" * 99999, 0, "where value 1 is not JSON (nested too deep)"),
+    "object and more": (GOOD.replace(b":", b":\n") * 2, 1, "where value 2 is not JSON (it follows the end)"),
     "damaged line": (b'{"text": "a\n' + GOOD, 1, "whose line 1 is not JSON"),
     "end is missing": (b'{"text": ', 0, "whose line 1 is not JSON"),
     "text": (b"words\n", 0, "whose line 1 is not JSON"),
 }
+LEFT_OUT = {
+    "package.json": (b'{\n "name": "a",\n "version": "1"\n}\n', "one JSON object without a text in the column 'text'"),
+    "one line": (b'{"name": "a"}', "one JSON object without a text in the column 'text'"),
+    "another type": (b'{"version": 2,\n "text": ["a"]}\n', "one JSON object without a text in the column 'text'"),
+    "numbers": (b"[1, 2]", "a JSON array without objects"),
+}
+
+
+def read_json_file(path: Path, content: bytes, pack: Any) -> list[documents.Document]:
+    path.write_bytes(pack(content) if pack else content)
+    assert file_kind(path.name) == "json"
+    return list(read_slice(FileSlice(str(path), "json", 0, path.stat().st_size), "text"))
 
 
 @pytest.mark.parametrize("pack", [None, gzip.compress])
 @pytest.mark.parametrize("case", JSON)
-def test_json_files_are_json_lines_or_refused(case: str, pack: Any, tmp_path: Path) -> None:
+def test_json_files_are_json_lines_an_array_or_an_object(case: str, pack: Any, tmp_path: Path) -> None:
     content, count, clause = JSON[case]
-    path = tmp_path / ("a.json.gz" if pack else "A.JSON")
-    path.write_bytes(pack(content) if pack else content)
-    assert file_kind(path.name) == "json"
-    size = path.stat().st_size
-    found = list(read_slice(FileSlice(str(path), "json", 0, size), "text"))
+    found = read_json_file(tmp_path / ("a.json.gz" if pack else "A.JSON"), content, pack)
     assert [x.text for x in found if x.damage is None] == ["good"] * count
     damage = [x for x in found if x.damage is not None]
-    assert len(damage) == (clause is not None)
+    assert len(damage) == (clause is not None) and not any(x.left_out for x in found)
     if clause is not None:
-        assert clause in damage[0].damage and ("JSON lines" in damage[0].hint) == ("which is" in clause)
+        assert clause in damage[0].damage and ("`--column`" in damage[0].hint) == ("lacks the column" in clause)
+
+
+@pytest.mark.parametrize("case", LEFT_OUT)
+def test_json_files_without_text_are_left_out(case: str, tmp_path: Path) -> None:
+    content, clause = LEFT_OUT[case]
+    (found,) = read_json_file(tmp_path / "a.json", content, None)
+    assert found.left_out and found.damage == f"which is {clause}"
+    (tmp_path / "b.jsonl").write_bytes(GOOD)
+    settings = Preparation(str(tmp_path), vocab_size=260, held_out=0)
+    manifest = prepare(settings, tmp_path / "s")
+    assert (manifest.skipped, manifest.count("train", "documents")) == (1, 1)
+    with pytest.raises(ArgumentError, match=r"contains no text \(1 left out\); .*`--column` names the column"):
+        prepare(Preparation(str(tmp_path / "a.json"), vocab_size=260), tmp_path / "t")
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+def test_values_of_an_array_do_not_depend_on_the_pieces(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(json_values, "_PIECE", piece)
+    values = [{"text": text, "n": [n, -1.5e3, None, True]} for n, text in enumerate(texts(20))] + [12345, "a\n\u00e9"]
+    for indent in (None, 1):
+        assert list(json_values.json_values(io.StringIO(json.dumps(values, indent=indent)))) == values
+    assert list(json_values.json_values(io.StringIO(" 12345 "))) == [12345]
 
 
 def test_json_lines_are_read_in_ranges_and_lists_of_licences_are_not(
@@ -154,19 +194,17 @@ def test_json_lines_are_read_in_ranges_and_lists_of_licences_are_not(
     assert read_documents(tmp_path / "s", manifest, "train") == texts(100)
 
 
-def test_a_json_array_is_refused_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_array_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "_SMALLEST", 500)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.json").write_text(json.dumps([{"text": text} for text in texts(100)], indent=1))
-    (tmp_path / "c" / "b.jsonl").write_bytes(GOOD)
+    (tmp_path / "c" / "b.json").write_text(json.dumps([{"text": "b"}, {"body": "c"}]))
     settings = {"source": str(tmp_path / "c"), "vocab_size": 260, "held_out": 0.0}
-    with pytest.raises(
-        ArgumentError, match=r"a.json', which is a JSON array, .* Convert the file to JSON lines"
-    ) as raised:
+    with pytest.raises(ArgumentError, match=r"b.json', whose object 2 lacks the column 'text'.*--skip-damaged"):
         prepare(Preparation(**settings), tmp_path / "s")
-    assert "skip" not in str(raised.value)
     manifest = prepare(Preparation(**settings, skip_damaged=True), tmp_path / "s")
-    assert manifest.skipped == 1 and manifest.count("train", "documents") == 1
+    assert manifest.skipped == 1
+    assert read_documents(tmp_path / "s", manifest, "train") == [*texts(100), "b"]
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])

@@ -20,16 +20,15 @@ from kalmix._extras import optional_imports
 from kalmix.errors import FileError
 from kalmix.files import check_regular
 from kalmix.training.corpus import is_text
+from kalmix.training.shards.json_values import json_form, json_values
 
-Kind = Literal["text", "json", "jsonl", "parquet"]  # "json": the first line decides if it is JSON lines
+Kind = Literal["text", "json", "jsonl", "parquet"]  # "json": JSON lines, an array or an object
 MAX_DOCUMENT = 1 << 24  # bytes; longer text files are cut at a line break
 MAX_LINE = 1 << 28  # bytes of a line of JSON
 _ROWS = 64  # of a Parquet file that are decoded at once
-_FIRST_LINE = 1 << 20  # bytes of a line that are read to recognise JSON lines
 _COMPRESSED = {".gz", ".xz", ".zst"}
 _LICENCES = "licences.json"  # written beside the texts by `kalmix_bench.datasets.package_texts`
 _COLUMN_HINT = "`column` (`--column`) names the column that holds the text"
-_JSON_HINT = "Convert the file to JSON lines, one object a line, or load its folder by `datasets` (`hf:FOLDER`)"
 
 
 class Document(NamedTuple):
@@ -41,6 +40,7 @@ class Document(NamedTuple):
         position: bytes of the file, or rows of a dataset, read so far.
         damage: a clause such as "whose line 3 is not JSON" if it cannot be read; `text` is then empty.
         hint: advice on the damage, if another remedy than to leave the document out is likely.
+        left_out: it is no damage that stops a preparation; the file holds no text.
     """
 
     text: str
@@ -48,6 +48,7 @@ class Document(NamedTuple):
     position: int
     damage: str | None = None
     hint: str = ""
+    left_out: bool = False
 
 
 class FileSlice(NamedTuple):
@@ -69,7 +70,7 @@ class FileSlice(NamedTuple):
 def file_kind(name: str) -> Kind | None:
     """Return the format of a file by its name, `None` if it is no format that is read from a folder.
 
-    JSON lines are `.jsonl` and `.ndjson`. The contents of a `.json` file decide if it is JSON lines, too.
+    JSON lines are `.jsonl` and `.ndjson`. A `.json` file may hold JSON lines, an array or an object.
     """
     path = Path(name.lower())
     compressed = path.suffix in _COMPRESSED
@@ -206,32 +207,30 @@ def _cut(data: bytes) -> int:
 
 
 def _read_json(part: FileSlice, column: str) -> Iterator[Document]:
-    """Yield the documents of a `.json` file that holds JSON lines; refuse a single array or object."""
+    """Yield the documents of a `.json` file: JSON lines, one array of objects, or one object.
+
+    One object without a text in the column, and an array that does not begin with an object, are left out: a folder of
+    code has such files.
+    """
     with _open(part.path) as (file, _):
-        form = _json_form(file)
-    if form is None:
+        form = json_form(file)
+    if form == "lines":
         yield from _read_lines(part, column)
-    elif part.start == 0:
-        yield _damage(f"which is {form}, not JSON lines", 0, _JSON_HINT)
-
-
-def _json_form(file: IO[bytes]) -> str | None:
-    """Return what a JSON file holds in place of JSON lines, by its first line that is not blank; `None` if lines."""
-    line = file.readline(_FIRST_LINE).removeprefix(b"\xef\xbb\xbf")
-    while line and not line.strip():
-        line = file.readline(_FIRST_LINE)
-    line = line.strip()
-    if line.startswith(b"["):
-        return "a JSON array"
-    if line.startswith(b"{") and len(line) < _FIRST_LINE - 4:
-        try:
-            json.loads(line.decode())
-        except json.JSONDecodeError as error:
-            cut = error.pos >= len(error.doc) - 1 and file.read(1)
-            return "one JSON object over several lines" if cut else None
-        except (ValueError, RecursionError):  # reported when the line is read
-            return None
-    return None
+        return
+    if part.start:  # the first range has all
+        return
+    hint, number = _COLUMN_HINT, 0
+    with _open(part.path) as (file, raw):
+        for number, row in enumerate(json_values(io.TextIOWrapper(file, "utf-8-sig", newline="")), 1):
+            table = isinstance(row, dict) and (form == "array" or isinstance(row.get(column), str))
+            if number == 1 and not table:
+                kind = f"one JSON object without a text in the column {column!r}"
+                kind = kind if form == "object" else "a JSON array without objects"
+                yield Document("", b"", raw.tell(), f"which is {kind}", left_out=True)
+                return
+            document = _from_row(row, raw.tell(), f"whose object {number}", column)
+            hint = "" if document.damage is None else hint
+            yield document if hint else Document(*document[:4])
 
 
 def _read_lines(part: FileSlice, column: str) -> Iterator[Document]:
@@ -280,6 +279,11 @@ def _parse(line: bytes, position: int, place: str, column: str) -> Document:
     except (ValueError, RecursionError) as error:
         reason = "nested too deep" if isinstance(error, RecursionError) else error
         return _damage(f"{place} is not JSON ({reason})", position)
+    return _from_row(row, position, place, column)
+
+
+def _from_row(row: Any, position: int, place: str, column: str) -> Document:
+    """Return the document in a column of a JSON object."""
     if not isinstance(row, dict):
         return _damage(f"{place} holds a {type(row).__name__} in place of an object", position)
     if column not in row:

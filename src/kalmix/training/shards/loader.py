@@ -201,7 +201,8 @@ class TokenLoader(DataLoader[Batch]):
         if len(tokenizers) > 1:
             problem = f"have {len(tokenizers)} different tokenizers"
             raise ArgumentError("shards", problem=problem, expected="shards of one tokenizer")
-        super().__init__(dataset, batch_size=None, num_workers=workers, pin_memory=pin_memory)
+        own = torch.Generator()  # so that an iterator draws its seed, which is unused, from no other generator
+        super().__init__(dataset, batch_size=None, num_workers=workers, pin_memory=pin_memory, generator=own)
 
     def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for batch in super().__iter__():

@@ -33,6 +33,7 @@ INDEX_DTYPE = np.dtype("<u8")
 TOKEN_DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 Split = Literal["train", "held_out"]
 SPLITS: tuple[Split, ...] = ("train", "held_out")
+Licences = tuple[str, ...] | dict[str, tuple[str, ...]]  # of all sources, or of each
 
 
 class ShardRecord(NamedTuple):
@@ -62,7 +63,7 @@ class Manifest:
     """Description of a finished folder of shards.
 
     Attributes:
-        source: source of the documents.
+        source: source of the documents, or sources.
         fingerprint: digest of the source's files, sizes and times; see `kalmix.training.shards.sources`.
         settings: settings of `prepare`.
         tokenizer: name of the tokenizer, or "trained on the source".
@@ -70,8 +71,8 @@ class Manifest:
         vocab_size: number of tokens of the tokenizer.
         bos_id: token that begins each document.
         dtype: "uint16" or "uint32".
-        licences: licences of the source, as given.
-        skipped: damaged documents that were left out.
+        licences: licences of the source, or of each source by its name, as given.
+        skipped: documents that were left out: damaged ones, and `.json` files without text.
         shards: all shards, in the order of the source.
 
     Example:
@@ -85,7 +86,7 @@ class Manifest:
         50
     """
 
-    source: str
+    source: str | tuple[str, ...]
     fingerprint: str
     settings: dict[str, Any]
     tokenizer: str
@@ -93,7 +94,7 @@ class Manifest:
     vocab_size: int
     bos_id: int
     dtype: str
-    licences: tuple[str, ...]
+    licences: Licences
     skipped: int
     shards: tuple[ShardRecord, ...]
 
@@ -143,7 +144,9 @@ def _parse(written: dict[str, Any]) -> Manifest:
     try:
         given = {name: written[name] for name in hints}
         given["shards"] = tuple(parse_shard(shard) for shard in given["shards"])
-        given["licences"] = tuple(str(licence) for licence in given["licences"])
+        given["licences"] = _parse_licences(given["licences"])
+        if isinstance(given["source"], list):
+            given["source"] = tuple(str(name) for name in given["source"])
         check_types(hints, given)
         if given["dtype"] not in TOKEN_DTYPES or not isinstance(given["settings"], dict):
             raise ValueError("`dtype` or `settings` is unknown")
@@ -151,6 +154,12 @@ def _parse(written: dict[str, Any]) -> Manifest:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise FileError(f"{MANIFEST} is damaged: {reason}") from None
     return Manifest(**given)
+
+
+def _parse_licences(written: Any) -> Licences:
+    if isinstance(written, dict):
+        return {name: tuple(str(licence) for licence in licences) for name, licences in written.items()}
+    return tuple(str(licence) for licence in written)
 
 
 def parse_shard(written: dict[str, Any]) -> ShardRecord:

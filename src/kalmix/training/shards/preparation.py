@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, disk_errors, lock_folder, read_json, write_text
-from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Manifest
+from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Licences, Manifest
 from kalmix.training.shards.sources import EXPECTED, DatasetOptions, Part, Source, open_source
 from kalmix.training.shards.token_limit import first_parts, is_done, rounds
 from kalmix.training.shards.tokenize_part import (
@@ -60,16 +60,17 @@ class Preparation:
     """Settings of token shards. `prepare` makes the shards; no file is read or written before.
 
     Attributes:
-        source: path of a file or folder of text, JSON lines or Parquet, or `hf:NAME` for a dataset that the package
-            `datasets` loads by name or from a folder.
+        source: path of a file or folder of text, JSON lines or Parquet, also as a pattern such as `b/*.parquet`; or
+            `hf:NAME` for a dataset that the package `datasets` loads by name or from a folder. A tuple of several is
+            read in this order.
         tokenizer: folder or name of a fast tokenizer of Hugging Face. Default: a byte-level BPE trained on the source.
         vocab_size: largest vocabulary of a trained BPE, at least 257.
         column: column that holds the text, except in plain text.
         bos: token that begins each document. Default: the tokenizer's token that begins a text, else the one that ends
             it.
         held_out: fraction of the documents to hold out, at least 0 and below 1. A hash of a document's text chooses.
-        licences: licences of the source; only written to the manifest.
-        dataset: options of `hf:` sources.
+        licences: licences of the source, or a dict from each source to its licences; only written to the manifest.
+        dataset: options of all `hf:` sources.
         shard_tokens: number of tokens after which a shard ends.
         skip_damaged: leave out documents that cannot be read, and count them. Default: they raise an error.
         max_tokens: number of training tokens at which to stop. The first parts of the source (files, ranges of them, or
@@ -89,13 +90,13 @@ class Preparation:
         kalmix.errors.ArgumentError: `held_out` is 1.0; expected a fraction of at least 0 and below 1.
     """
 
-    source: str
+    source: str | tuple[str, ...]
     tokenizer: str | None = None
     vocab_size: int = 32768
     column: str = "text"
     bos: str | None = None
     held_out: float = 0.005
-    licences: tuple[str, ...] = ()
+    licences: Licences = ()
     dataset: DatasetOptions = field(default_factory=DatasetOptions)
     shard_tokens: int = 1 << 26
     skip_damaged: bool = False
@@ -106,9 +107,16 @@ class Preparation:
         check_types(get_annotations(DatasetOptions, eval_str=True), self.dataset._asdict())
         if isinstance(self.dataset.data_files, str):
             raise ArgumentError("data_files", got=repr(self.dataset.data_files), expected="a tuple of names of files")
-        for name in ("source", "tokenizer", "column", "bos"):
+        if not self.sources or not all(isinstance(name, str) for name in self.sources):
+            raise ArgumentError("source", got=repr(self.source), expected=f"{EXPECTED}, or a tuple of them")
+        for name in ("tokenizer", "column", "bos"):
             if getattr(self, name) == "":
-                raise ArgumentError(name, got="empty", expected=EXPECTED if name == "source" else "a name")
+                raise ArgumentError(name, got="empty", expected="a name")
+        if "" in self.sources:
+            raise ArgumentError("source", got="empty", expected=EXPECTED)
+        if isinstance(self.licences, dict) and set(self.licences) != set(self.sources):
+            expected = f"licences of each source ({', '.join(self.sources)})"
+            raise ArgumentError("licences", got=repr(self.licences), expected=expected)
         if self.tokenizer is None and self.vocab_size < 257:
             raise ArgumentError("vocab_size", got=self.vocab_size, expected="at least 257")
         if not 0 <= self.held_out < 1:
@@ -117,12 +125,23 @@ class Preparation:
         if self.max_tokens is not None:
             check_positive_int("max_tokens", self.max_tokens)
 
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources."""
+        return self.source if isinstance(self.source, tuple) else (self.source,)
+
     def settings(self) -> dict[str, Any]:
         """Return the settings as they are written to JSON, with a hash of the tokenizer if it is in a folder."""
         file = Path(self.tokenizer or "", _HASH)
         digest = hashlib.sha256(file.read_bytes()).hexdigest() if self.tokenizer and file.is_file() else None
-        settings = {**asdict(self), "dataset": self.dataset.given(), _HASH: digest}
+        settings = {**asdict(self), "source": self._named, "dataset": self.dataset.given(), _HASH: digest}
         return json.loads(json.dumps(settings))
+
+    @property
+    def _named(self) -> str | tuple[str, ...]:
+        """The source for JSON: a string if it is a single one."""
+        first, *others = self.sources
+        return self.sources if others else first
 
 
 def prepare(
@@ -132,7 +151,7 @@ def prepare(
     workers: int = 1,
     progress: Callable[[Progress], None] = lambda progress: None,
 ) -> Manifest:
-    """Tokenise a source into shards.
+    """Tokenise a source, or several, into shards.
 
     A preparation that was interrupted, also by `kill -9`, continues when the call is repeated: finished shards are
     kept. Memory does not grow with the source, except by the names of its files. The shards do not depend on the number
@@ -173,7 +192,7 @@ def prepare(
     if str(output).strip() == "" or (folder.exists() and not folder.is_dir()):
         got = f"{str(output)!r}, which is a file" if str(output).strip() else "empty"
         raise ArgumentError("output", got=got, expected="the path of a folder")
-    source = open_source(preparation.source, preparation.column, exclude=folder, dataset=preparation.dataset)
+    source = open_source(preparation.sources, preparation.column, exclude=folder, dataset=preparation.dataset)
     with lock_folder(folder), disk_errors(folder):
         plan = {"format": FORMAT, "settings": preparation.settings(), "fingerprint": source.fingerprint()}
         done = _check_folder(folder, plan)
@@ -315,11 +334,13 @@ def _manifest(
     skipped = sum(record.skipped for record in records)
     if not shards:
         _remove_plan(job.output)
-        got = f"{preparation.source!r}, which contains no text" + (f" ({skipped} damaged)" if skipped else "")
+        got = f"{', '.join(map(repr, preparation.sources))}, which contains no text" + (
+            f" ({skipped} left out)" if skipped else ""
+        )
         hint = "`--column` names the column of the text in JSON lines and Parquet" if skipped else ""
         raise ArgumentError("source", got=got, expected=EXPECTED, hint=hint)
     return Manifest(
-        source=preparation.source,
+        source=preparation._named,
         fingerprint=fingerprint,
         settings=preparation.settings(),
         tokenizer=preparation.tokenizer or TRAINED,

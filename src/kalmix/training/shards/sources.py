@@ -6,9 +6,11 @@ The division depends on the source alone, so that the shards are the same for an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from glob import glob, has_magic
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -69,24 +71,58 @@ class Source(Protocol):
         ...
 
 
-def open_source(name: str, column: str, *, exclude: Path, dataset: DatasetOptions) -> Source:
-    """Return the source with this name.
+def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: DatasetOptions) -> Source:
+    """Return the source with these names, which are read in this order.
 
     Args:
-        name: path of a file or folder, or `hf:` and the name of a dataset.
+        names: paths of files or folders, also as patterns such as `b/*.parquet`; or `hf:` and the name of a dataset.
         column: column that holds the text, of all but plain text.
         exclude: folder that is not searched.
-        dataset: options of a dataset.
+        dataset: options of all datasets.
 
     Raises:
-        ArgumentError: there is no such file or folder, it holds no file that can be read, or `datasets` fails.
+        ArgumentError: there is no such file or folder, it holds no file that can be read, a file is named twice, or
+            `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
-    if name.startswith(DATASET):
-        source = DatasetSource(name.removeprefix(DATASET), column, dataset)
-        source.fingerprint()  # loads it
-        return source
-    return FileSource(str(Path(name).absolute()), column, _list_files(Path(name), exclude))
+    found = [path for name in names for path in _expand(name, exclude)]
+    if len(found) == 1 and not found[0].startswith(DATASET):
+        return FileSource(str(Path(found[0]).absolute()), column, _list_files(Path(found[0]), exclude))
+    sources, seen = list[Source](), set[str]()
+    for is_dataset, group in groupby(found, lambda name: name.startswith(DATASET)):
+        if is_dataset:
+            datasets = [DatasetSource(name.removeprefix(DATASET), column, dataset) for name in group]
+            _check_distinct((DATASET + x.name for x in datasets), seen)
+            sources += datasets
+        else:
+            files = [file.inside(name) for name in group for file in _list_files(Path(name), exclude)]
+            _check_distinct((str(Path(file.name).absolute()) for file in files), seen)
+            sources.append(FileSource(str(Path.cwd()), column, tuple(files)))
+    source = sources[0] if len(sources) == 1 else SourceList(tuple(sources))
+    source.fingerprint()  # loads datasets
+    return source
+
+
+def _expand(name: str, exclude: Path) -> list[str]:
+    """Return the paths that match a pattern, without those inside another one; a name that is no pattern unchanged."""
+    if name.startswith(DATASET) or not has_magic(name) or Path(name).exists():
+        return [name]
+    found = dict[str, None]()
+    for path in map(Path, sorted(glob(name, recursive=True))):  # noqa: PTH207 - the pattern may be absolute
+        inside = path.absolute().is_relative_to(exclude.absolute())
+        if not inside and not any(str(parent) in found for parent in path.parents):
+            found[str(path)] = None
+    if not found:
+        raise ArgumentError("source", got=f"{name!r}, which matches no file", expected=EXPECTED)
+    return list(found)
+
+
+def _check_distinct(names: Iterable[str], seen: set[str]) -> None:
+    """Check that names are not in `seen`, and add them."""
+    for name in names:
+        if name in seen:
+            raise ArgumentError("source", problem=f"names {name!r} twice", expected="each file and dataset once")
+        seen.add(name)
 
 
 class SourceFile(NamedTuple):
@@ -96,6 +132,10 @@ class SourceFile(NamedTuple):
     kind: Kind
     size: int
     changed: int
+
+    def inside(self, folder: str) -> SourceFile:
+        """Return the same file with `folder` before its name; the file `folder` itself if the name is "."."""
+        return SourceFile(str(Path(folder, self.name)), *self[1:])
 
 
 def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
@@ -120,10 +160,10 @@ def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
 
 @dataclass(frozen=True)
 class FileSource:
-    """A file, or all files of a folder.
+    """A file, all files of a folder, or several of them.
 
     Attributes:
-        root: the file or folder.
+        root: the file or folder; of several, the folder in which the command runs.
         column: column of JSON lines and Parquet.
         files: its files, by name.
     """
@@ -264,7 +304,29 @@ def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[st
         raise OSError(f"{problem}; repeat the command to continue") from error
 
 
-@lru_cache(maxsize=1)
+@dataclass(frozen=True)
+class SourceList:
+    """Several sources, one after the other.
+
+    Attributes:
+        sources: the sources.
+    """
+
+    sources: tuple[Source, ...]
+
+    def fingerprint(self) -> str:
+        return hashlib.sha256(" ".join(source.fingerprint() for source in self.sources).encode()).hexdigest()
+
+    def parts(self) -> list[Part]:
+        inner = [(n, part) for n, source in enumerate(self.sources) for part in source.parts()]
+        return [Part(number, part.size, (n, part)) for number, (n, part) in enumerate(inner)]
+
+    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
+        number, inner = part.slices
+        return self.sources[number].read(inner)
+
+
+@lru_cache(maxsize=8)
 def _load(source: DatasetSource) -> Any:
     """Load a dataset, with the text column alone.
 

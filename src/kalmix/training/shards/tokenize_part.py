@@ -52,7 +52,7 @@ class Finished(NamedTuple):
 
     Attributes:
         read: documents of the part read up to their end, with empty and damaged ones.
-        skipped: damaged documents among those read since the record before.
+        skipped: documents that were left out, among those read since the record before.
         last: the part has no more documents.
         shards: their records.
     """
@@ -138,15 +138,15 @@ def tokenize_part(job: Job, part: Part, advance: Callable[[Advance], None]) -> N
 
 
 def is_skipped(named: tuple[str, Document], skip_damaged: bool) -> bool:
-    """Return whether a document is damaged.
+    """Return whether a document is damaged, or a file without text.
 
     Raises:
-        ArgumentError: it is, and `skip_damaged` is false.
+        ArgumentError: it is damaged, and `skip_damaged` is false.
     """
     name, document = named
     if document.damage is None:
         return False
-    if not skip_damaged:
+    if not skip_damaged and not document.left_out:
         hint = document.hint or "`skip_damaged` (`--skip-damaged`) leaves such documents out"
         raise ArgumentError("source", problem=f"holds {name}, {document.damage}", expected=EXPECTED, hint=hint)
     return True

@@ -1,0 +1,110 @@
+"""Branches: runs that continue from a checkpoint of another run, with another length or cooldown."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from kalmix.errors import ArgumentError
+from kalmix.files import read_json, sync, sync_tree
+from kalmix.training.batching import count_steps
+from kalmix.training.checkpoints import (
+    CHECKPOINTS,
+    checkpoint_step,
+    find_damage,
+    list_checkpoints,
+    newest_checkpoint,
+    run_of,
+)
+from kalmix.training.recipe import Recipe
+from kalmix.training.saving import UNFINISHED_FOLDER
+
+_TOLERANCE = 1e-9  # of fractions of a run
+_NAME = "branch_from"
+
+
+def begin_branch(recipe: Recipe, start: Path, output: Path) -> None:
+    """Write the files with which a branch begins: a copy of the checkpoint, the tokenizer and recipe.json.
+
+    `resume=True` then continues it. Files of the checkpoint are linked instead of copied where the file system allows
+    it. The warmup keeps its number of steps, so that the branch equals a run that had its recipe from the start.
+
+    Args:
+        recipe: settings of the branch. Its `warmup` is that of the run.
+        start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
+        output: folder of the branch.
+
+    Raises:
+        ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
+            checkpoint, or the branch at its step, is in the cooldown; the branch ends before.
+    """
+    run = run_of(start)
+    before, checkpoint = Recipe.load(run), _find(start, run)
+    recipe = _plan(before, recipe, checkpoint)
+    folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
+    shutil.rmtree(unfinished, ignore_errors=True)
+    shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
+    sync_tree(unfinished)
+    other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
+    shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
+    sync_tree(output / "model")
+    (unfinished / checkpoint.name).rename(folder / checkpoint.name)
+    unfinished.rmdir()
+    sync(folder)
+    recipe.save(output)
+
+
+def _find(start: Path, run: Path) -> Path:
+    """Return the checkpoint to begin with."""
+    folder = run / CHECKPOINTS
+    checkpoint = newest_checkpoint(folder) if start == run else folder / start.name
+    if checkpoint is None:
+        got, hint = f"{str(start)!r}, which holds no checkpoint", "A finished run has those of `keep_steps` only"
+        raise ArgumentError(_NAME, got=got, expected="a run with checkpoints", hint=hint)
+    if not checkpoint.is_dir():
+        hint = "Other checkpoints were not saved or are deleted: see `keep_checkpoints` and `keep_steps`"
+        names = ", ".join(path.name for path in reversed(list_checkpoints(folder))) or "a run with checkpoints"
+        raise ArgumentError(_NAME, got=f"{str(start)!r}, which does not exist", expected=names, hint=hint)
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ArgumentError(_NAME, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
+    return checkpoint
+
+
+def _plan(before: Recipe, recipe: Recipe, checkpoint: Path) -> Recipe:
+    """Check that a branch can begin at a checkpoint, and return its recipe, with the warmup of the run in steps."""
+    for each in (before, recipe):
+        if each.minutes is not None:
+            raise ArgumentError("minutes", got=each.minutes, expected="none: runs with a time limit have no branches")
+        if each.schedule == "cosine":
+            expected = "'trapezoid' or 'wsd', which have a constant rate to branch from"
+            raise ArgumentError("schedule", got="'cosine'", expected=expected)
+    row = next(row for row in reversed(read_json(checkpoint / "trainer_state.json")["log_history"]) if "tokens" in row)
+    step, step_tokens = checkpoint_step(checkpoint), row["tokens"] // row["step"]
+    old, new = count_steps(before, step_tokens), count_steps(recipe, step_tokens)
+    assert old is not None and new is not None
+    if step / old > 1 - before.cooldown + _TOLERANCE:
+        last = math.floor((1 - before.cooldown + _TOLERANCE) * old)
+        got = f"{str(checkpoint)!r}, which is in the cooldown of its run"
+        raise ArgumentError(_NAME, got=got, expected=f"a checkpoint of step {last:,} or before, when it begins")
+    if new <= step:
+        name, size = ("steps", 1) if recipe.tokens is None else ("tokens", step_tokens)
+        problem = f"is {getattr(recipe, name):,}, and {checkpoint.name} has trained {step * size:,}"
+        raise ArgumentError(name, problem=problem, expected="more")
+    if step / new > 1 - recipe.cooldown + _TOLERANCE:
+        problem = f"is {recipe.cooldown:g}, so that it begins at step {(1 - recipe.cooldown) * new:,.0f} of {new:,}"
+        most = math.floor(1e4 * (1 - step / new)) / 1e4
+        expected = f"at most {most:g}, to begin after {checkpoint.name}"
+        raise ArgumentError("cooldown", problem=problem, expected=expected)
+    return replace(recipe, warmup=recipe.warmup * (old / new))
+
+
+def _link(source: str, target: str) -> None:
+    """Give a file a second name, or copy it if that is impossible. Files of checkpoints are never changed in place."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,154 @@
+"""Several sources in one preparation: order, one manifest, licences, resuming, copies and one-line errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import datasets
+import pytest
+
+from kalmix import ArgumentError
+from kalmix.training.shards import DatasetOptions, Manifest, Preparation, Shards, prepare, token_limit, tokenize_part
+
+from .conftest import shard_files, texts, write_corpus
+from .test_preparation import Killed, read_documents
+
+
+@pytest.fixture
+def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], list[str]]:
+    """Return several sources in the current folder, in small parts, and their documents in order."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 1000)
+    documents = texts(100)
+    Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:30]))
+    write_corpus(Path("b", "texts"), documents[30:50])
+    for number in range(2):
+        rows = documents[50 + 10 * number : 60 + 10 * number]
+        datasets.Dataset.from_dict({"text": rows}).to_parquet(f"b/{number}.parquet")
+    (tmp_path / "d").mkdir()
+    datasets.Dataset.from_dict({"text": documents[70:90]}).to_parquet("d/train.parquet")
+    Path("e.txt").write_text(documents[90])
+    return ("a.jsonl", "b/texts", str(tmp_path / "b/*.parquet"), "hf:d", "e.txt"), documents[:91]
+
+
+def test_sources_are_read_in_order_into_one_manifest(mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path) -> None:
+    sources, documents = mixed
+    licences = {name: (f"licence of {name}", "MIT") for name in sources}
+    settings = Preparation(sources, vocab_size=300, held_out=0, licences=licences)
+    manifest = prepare(settings, tmp_path / "s")
+    assert read_documents(tmp_path / "s", manifest, "train") == documents
+    assert manifest.source == sources and manifest.licences == licences
+    assert manifest == Manifest.load(tmp_path / "s") == prepare(settings, tmp_path / "s")
+    Shards(tmp_path / "s").verify()
+    with pytest.raises(ArgumentError, match="holds finished shards with another source"):
+        prepare(Preparation(sources[::-1], vocab_size=300, held_out=0), tmp_path / "s")
+    Path("b/2.parquet").write_bytes(Path("b/1.parquet").read_bytes())  # matches the pattern, too
+    with pytest.raises(ArgumentError, match="holds finished shards of the source before it changed"):
+        prepare(settings, tmp_path / "s")
+
+
+def test_a_tuple_of_one_source_is_that_source(corpus: Path, tmp_path: Path) -> None:
+    manifest = prepare(Preparation((str(corpus),), vocab_size=300), tmp_path / "s")
+    assert prepare(Preparation(str(corpus), vocab_size=300), tmp_path / "s") == manifest
+    assert manifest.source == manifest.settings["source"] == str(corpus)
+
+
+def test_an_interrupted_preparation_of_several_sources_continues(
+    mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Preparation(mixed[0], vocab_size=300, held_out=0.1, shard_tokens=500)
+    prepare(settings, tmp_path / "whole")
+    write, count = tokenize_part.write_text, 0
+
+    def stop(path: Path, text: str) -> None:
+        nonlocal count
+        count += 1
+        if count in (3, 6):
+            raise Killed
+        write(path, text)
+
+    monkeypatch.setattr(tokenize_part, "write_text", stop)
+    for _ in range(2):
+        with pytest.raises(Killed):
+            prepare(settings, tmp_path / "parts")
+    prepare(settings, tmp_path / "parts")
+    assert shard_files(tmp_path / "parts") == shard_files(tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_number_of_workers_does_not_change_the_shards(
+    mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path
+) -> None:
+    settings = Preparation(mixed[0], vocab_size=300, held_out=0.1, dataset=DatasetOptions(stream=True))
+    for workers in (1, 2):
+        prepare(settings, tmp_path / f"{workers}", workers=workers)
+    assert shard_files(tmp_path / "1") == shard_files(tmp_path / "2")
+
+
+def test_copies_in_several_sources_are_kept_on_one_side(tmp_path: Path) -> None:
+    documents = texts(60)
+    sources = tuple(str(write_corpus(tmp_path / name, documents)) for name in "ab")
+    manifest = prepare(Preparation(sources, vocab_size=260, held_out=0.2), tmp_path / "s")
+    train, held_out = (read_documents(tmp_path / "s", manifest, split) for split in ("train", "held_out"))
+    assert sorted(train + held_out) == sorted(2 * documents)
+    assert not set(train) & set(held_out) and held_out
+
+
+def test_a_limit_counts_tokens_of_all_sources(
+    mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_limit, "_SMALLEST_SHARE", 100)
+    settings = Preparation(mixed[0], vocab_size=300, held_out=0, max_tokens=10**9)
+    assert read_documents(tmp_path / "all", prepare(settings, tmp_path / "all"), "train") == mixed[1]
+    manifest = prepare(Preparation(mixed[0], vocab_size=300, held_out=0, max_tokens=2000), tmp_path / "s")
+    assert 2000 <= manifest.count("train", "tokens") < 2000 + 20 * 400
+    assert len({shard.file.split("-")[1] for shard in manifest.shards}) > 2
+
+
+def test_patterns_leave_out_the_output_and_what_is_inside_another_match(
+    mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path
+) -> None:
+    Path("b/texts/more.bin").write_bytes(b"\0")  # no format that is read from a folder
+    manifest = prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards")
+    assert sorted(read_documents(Path("b/shards"), manifest, "train")) == sorted(mixed[1][30:70])
+    assert prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards") == manifest
+
+
+def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], list[str]]) -> None:
+    line = ("data", "prepare", *mixed[0], "--output", "s", "--vocab-size", 300, "--held-out", 0, "--workers", 1)
+    result = kalmix(*line, "--licence", "MIT", "--licence", "b/texts=CC0-1.0")
+    assert result.status == 0, result.errors
+    assert "reading a.jsonl, b/texts, " in result.output and "hf:d and 1 more" in result.output
+    manifest = Manifest.load(Path("s"))
+    assert manifest.licences == {name: ("MIT", "CC0-1.0") if name == "b/texts" else ("MIT",) for name in mixed[0]}
+    assert kalmix(*line, "--licence", "MIT", "--licence", "b/texts=CC0-1.0").status == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("a.jsonl a.jsonl", "`source` names '{path}/a.jsonl' twice; expected each file and dataset once"),
+        ("b/texts b/texts/0000.txt", "`source` names '{path}/b/texts/0000.txt' twice"),
+        ("hf:d a.jsonl hf:d", "`source` names 'hf:d' twice"),
+        ("a.jsonl c/*.jsonl", "`source` is 'c/*.jsonl', which matches no file"),
+        ("a.jsonl nothing", "`source` is 'nothing', which does not exist"),
+        ("a.jsonl e.txt --licence c=MIT", "`licence` is 'c=MIT'; expected LICENCE, or SOURCE=LICENCE"),
+    ],
+)
+def test_mistakes_are_one_error_line(
+    line: str, message: str, kalmix, mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path
+) -> None:
+    result = kalmix("data", "prepare", *line.split(), "--output", "s", "--workers", 1)
+    (error,) = (x for x in result.errors.splitlines() if x.startswith("error: "))
+    assert result.status == 2 and message.format(path=tmp_path) in error
+
+
+def test_wrong_types_are_refused() -> None:
+    for source in ((), 3, ("a", 3), ("a", "")):
+        with pytest.raises(ArgumentError, match="`source` is"):
+            Preparation(source)  # type: ignore[arg-type]
+    with pytest.raises(
+        ArgumentError, match=r"`licences` is {'a': \('MIT',\)}; expected licences of each source \(a, b"
+    ):
+        Preparation(("a", "b"), licences={"a": ("MIT",)})
