@@ -9,7 +9,8 @@
 # same machine: it continues, also cells that the time ended. In the last call, `campaign --last WORK/run` begins no cell
 # that would not end. Half of the cores draw the tasks' rows at the beginning of a call; cells read them from files.
 #   --commit ID          commit for the rows, since git is not there
-#   --out DIR            folder for results.jsonl, report and figures
+#   --out DIR            folder for results.jsonl, report and figures; unfinished.jsonl has the scores so far of cells that
+#                        the time ended
 #   --jobs-per-device N  cells at a time on each GPU, by NVIDIA's multi-process service where it works; default 1
 #   --devices LIST       GPUs, or cpu; default all
 #   --work DIR           folder on this machine for cells, rows, checkpoints and data; default /tmp/kalmix-recall
@@ -88,5 +89,6 @@ left=$((limit - SECONDS - 20))  # the report takes time, too
 status=0
 bench run "$work/cells.jsonl" ${devices:+--devices "$devices"} --jobs-per-device "$jobs_per_device" --commit "$commit" \
   --data "$work/data" --deadline "$left" --output "$work/run" || status=$?
+"$python" -m kalmix_bench.experiments.recall.unfinished "$work/cells.jsonl" "$work/run" "$out/unfinished.jsonl" || true
 echo "ended with status $status after $SECONDS s"
 exit "$status"
