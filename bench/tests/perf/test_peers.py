@@ -76,7 +76,9 @@ def test_forms_of_the_authors_kla_get_the_same_problem(monkeypatch: pytest.Monke
     monkeypatch.setattr(peers, "find_spec", lambda name: True)
     monkeypatch.setitem(sys.modules, "kla", SimpleNamespace(ops=package))
     monkeypatch.setitem(sys.modules, "kla.ops", package)
-    x = {name: y.detach() for name, y in signals("diagonal", "head", (1, 9, 8, 4), "cpu", torch.float32).items()}
+    x: dict[str, Any] = {
+        name: y.detach() for name, y in signals("diagonal", "head", (1, 9, 8, 4), "cpu", torch.float32).items()
+    }
     expected = diagonal(**x).mean
     for run in peers.diagonal().values():
         torch.testing.assert_close(run(x)[0].view_as(expected), expected)
