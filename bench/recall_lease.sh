@@ -6,12 +6,14 @@
 #
 # Behind each -- are cells: `campaign` and options of `kalmix_bench.experiments.recall.campaign`, a command of `kalmix
 # bench` that gives cells, or a cell file (*.jsonl). They run in this order, several at a time. Repeat the call on the
-# same machine: it continues, also cells that the time ended.
+# same machine: it continues, also cells that the time ended. In the last call, `campaign --last WORK/run` begins no cell
+# that would not end. Half of the cores draw the tasks' rows at the beginning of a call; cells read them from files.
 #   --commit ID          commit for the rows, since git is not there
-#   --out DIR            folder for results.jsonl, report and figures
+#   --out DIR            folder for results.jsonl, report and figures; unfinished.jsonl has the scores so far of cells that
+#                        the time ended
 #   --jobs-per-device N  cells at a time on each GPU, by NVIDIA's multi-process service where it works; default 1
 #   --devices LIST       GPUs, or cpu; default all
-#   --work DIR           folder on this machine for cells, rows and checkpoints; default /tmp/kalmix-recall
+#   --work DIR           folder on this machine for cells, rows, checkpoints and data; default /tmp/kalmix-recall
 #   --rows DIR           folder with the results.jsonl of earlier machines, whose cells do not run again; repeatable;
 #                        default bench/results/recall
 #   --limit SECONDS      time of this call; default 585
@@ -77,12 +79,16 @@ echo "$(wc -l < "$work/cells.jsonl") cells after $SECONDS s"
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.png "$out"/ 2> /dev/null || true; }
 (while sleep 15; do keep; done) &  # a call that is killed has its rows, too
 copying=$!
-trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
+setsid nice -n 5 "$python" -m kalmix_bench.experiments.recall.row_files "$work/cells.jsonl" "$work/data" \
+  --jobs $((($(nproc) + 1) / 2)) > "$work/draw.log" 2>&1 &
+drawing=$!
+trap 'kill $copying 2> /dev/null || true; kill -- -$drawing 2> /dev/null || true; stop_sharing; keep' EXIT
 if [ "$jobs_per_device" -gt 1 ] && [ "$devices" != cpu ]; then share; fi
 left=$((limit - SECONDS - 20))  # the report takes time, too
 [ "$left" -gt 0 ] || { echo "too little time is left in this call; repeat it"; exit 3; }
 status=0
 bench run "$work/cells.jsonl" ${devices:+--devices "$devices"} --jobs-per-device "$jobs_per_device" --commit "$commit" \
-  --deadline "$left" --output "$work/run" || status=$?
+  --data "$work/data" --deadline "$left" --output "$work/run" || status=$?
+"$python" -m kalmix_bench.experiments.recall.unfinished "$work/cells.jsonl" "$work/run" "$out/unfinished.jsonl" || true
 echo "ended with status $status after $SECONDS s"
 exit "$status"

@@ -26,6 +26,8 @@ LABELS = {
     "gka (authors)": "authors' kernels, 30 iterations",
     "kla (CUDA)": "authors' CUDA kernels",
     "kla (Triton)": "authors' Triton kernels",
+    "kla (recurrence)": "authors' recurrence",
+    "kla (PyTorch)": "authors' code with PyTorch's associative scan",
     "sdpa (cuDNN)": "PyTorch SDPA (cuDNN)",
     "sdpa (flash)": "PyTorch SDPA (flash attention)",
 }

@@ -91,11 +91,15 @@ def test_random_addresses_query_written_ones():
     assert torch.allclose(seen, episode.addresses, atol=1e-6)
 
 
-def test_the_margin_compares_target_and_distractor_only():
+def test_margins_are_those_of_equation_20_and_of_section_e_5_5():
     episode = Episode(torch.zeros(0), torch.zeros(0), torch.tensor([[[0, 1]]]), torch.tensor([[[1, 2]]]))
     logits = torch.tensor([[[[2.0, 1.0, 9.0], [0.0, 0.0, 0.0]]]])
     found = recall_scores(logits, episode)
     assert float(found["margin"]) == pytest.approx((2 / (1 + torch.e**-1) - 1) / 2)
+    probabilities = logits.softmax(-1)
+    assert float(found["label_margin"]) == pytest.approx(
+        float(probabilities[0, 0, 0, 0] - probabilities[0, 0, 0, 1]) / 2
+    )
     assert float(found["accuracy"]) == 0
     assert float(found["cross_entropy"]) == pytest.approx(float(-logits.log_softmax(-1)[0, 0, [0, 1], [0, 1]].mean()))
 

@@ -17,6 +17,7 @@ import torch
 import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
 from kalmix_bench.experiments.recall import campaign
 from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, PACKAGES, absent_packages, campaign_cells
+from kalmix_bench.experiments.recall.cell_line import parse_cell
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.recall.presets import BENCHES, MAD, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
@@ -119,6 +120,9 @@ def test_a_cell_that_the_time_ends_continues_in_the_next_call(
     (checkpoints,) = (run / "checkpoints").iterdir()
     newest = max(int(path.name.rpartition("-")[2]) for path in checkpoints.glob("checkpoint-*"))
     assert newest > 0
+    (partial,) = map(json.loads, (tmp_path / "out" / "unfinished.jsonl").read_text().splitlines())
+    epochs = partial["epochs_so_far"]
+    assert (partial["seed"], epochs) == (1, newest) and len(partial["curves"]["macro"]) == epochs
     enough = replace(long, protocol=replace(long.protocol, epochs=newest + 1))  # one step an epoch
     checkpoints.rename(checkpoints.with_name(digest(enough)))
     cell_file.write([enough], cells)
@@ -129,9 +133,10 @@ def test_a_cell_that_the_time_ends_continues_in_the_next_call(
 
 def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None:
     every = campaign_cells(seeds=2)
-    cells, baselines = every[:-12], every[-12:]
-    assert Counter((cell.layer, cell.seed) for cell in baselines) == {("mamba-1", 0): 6, ("mlstm", 0): 6}
-    assert not any(cell.layer in PACKAGES for cell in cells)
+    once = [cell for cell in every if cell.layer in (*PACKAGES, "kla-plus")]
+    assert Counter((cell.layer, cell.seed) for cell in once) == {("mamba-1", 0): 6, ("mlstm", 0): 6, ("kla-plus", 0): 6}
+    assert every[len(every) // 2 - 9 : len(every) // 2 + 9] == once  # after all others of their seed
+    cells = [cell for cell in every if cell not in once]
     half = len(cells) // 2
     assert [cell.seed for cell in cells] == [0] * half + [1] * half
     assert [replace(cell, seed=1) for cell in cells[:half]] == cells[half:]
@@ -145,15 +150,30 @@ def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None
 def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> None:
     cells = campaign_cells(1, validation=0)
     kinds = [cell.task.partition("/")[0] for cell in cells]
-    assert Counter(kinds[:16]) == {"mad": 10, "mqar": 2, "words": 4}
+    assert Counter(kinds[:16]) == {"mad": 8, "mqar": 4, "words": 4}
     mad = [cell for cell in cells if cell.task.startswith("mad/")]
     layers = [*MAD_FIRST, *MAD_OTHERS, "kla-plus", *PACKAGES]
     assert set(mad) == set(make_cells(BENCHES["mad"]["paper"], MAD, layers, 1)) and len(mad) == 6 * len(layers)
-    assert {cell.task for cell in cells if cell.task.startswith("mqar/")} == {
-        f"mqar/{name}" for name in ("update", "rewrite", "shared", "block")
+    assert {cell.task for cell in cells if cell.task.startswith("mqar")} == {
+        "mqar",
+        *(f"mqar/{name}" for name in ("update", "rewrite", "shared", "block")),
     }
+    for task, sizes in (("mqar", {32, 64}), ("recall/long", {64, 128})):
+        assert {cell.shape.hidden_size for cell in cells if cell.task == task} == sizes
     words = {(cell.layer, cell.shape.depth) for cell in cells if cell.task == "words/a5"}
     assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}
+
+
+def test_the_last_call_begins_no_long_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = campaign_cells(2)
+    long = [cell for cell in cells if cell.task in ("mad/compression", "mad/selective-copying")]
+    (tmp_path / "checkpoints" / digest(long[3])).mkdir(parents=True)
+    monkeypatch.setattr(campaign, "absent_packages", lambda: {})
+    monkeypatch.setattr(sys, "argv", ["campaign", str(tmp_path / "cells"), "--seeds", "2", "--last", str(tmp_path)])
+    campaign.main()
+    expected = [cell for cell in cells if cell not in long or cell == long[3]]
+    written = cell_file.read(tmp_path / "cells", parse_cell)
+    assert list(map(digest, written)) == list(map(digest, expected)) and len(expected) > 150
 
 
 @pytest.mark.parametrize("absent", [(), ("xlstm",), ("mambapy", "xlstm")])
@@ -179,7 +199,7 @@ def test_the_script_says_which_cells_are_skipped(
     assert ended.returncode == 3, ended.stderr
     skipped, count, *_ = ended.stdout.splitlines()
     assert skipped.startswith("skipped: cells of mlstm, because xlstm is not installed")
-    assert count.startswith("96 cells")
+    assert count.startswith("113 cells")
 
 
 def test_each_task_and_each_layer_of_the_campaign_runs(tmp_path: Path) -> None:

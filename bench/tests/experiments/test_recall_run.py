@@ -99,6 +99,34 @@ def test_training_is_deterministic_on_gpu(tmp_path: Path, layer: str, captured: 
     assert before == (False, True)
 
 
+def test_steps_that_cannot_be_captured_run_without_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = found(COPY, tmp_path / "plain")
+    tried = []
+
+    def refuse(self: trainer.CellTrainer, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        tried.append(model is self.net)
+        trainer.CellTrainer._step(self, self.net, **batch).item()  # the failure may come after a backward pass
+        raise RuntimeError("no kernel\nand a long text")
+
+    monkeypatch.setattr(trainer.CellTrainer, "_capture", refuse)
+    monkeypatch.setattr(trainer.CellTrainer, "training_step", _replayed_step)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    row = found(COPY, tmp_path / "refused")
+    assert (row["curves"], row["slices"]) == (expected["curves"], expected["slices"])
+    assert tried == [False, True]
+    kinds = ("compiled", "captured")
+    assert row["fallbacks"] == [f"steps (24, 16) are not {kind}: RuntimeError: no kernel" for kind in kinds]
+    assert "fallbacks" not in expected
+
+
+def _replayed_step(
+    self: trainer.CellTrainer, model: torch.nn.Module, inputs: dict[str, torch.Tensor], count: object = None
+) -> torch.Tensor:
+    loss = self._replay(**inputs)
+    self.total += loss
+    return loss
+
+
 @pytest.mark.parametrize("head", ["untied", "tied"])
 def test_an_interrupted_run_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     cell = replace(COPY, shape=replace(COPY.shape, head=head))

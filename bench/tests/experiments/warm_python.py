@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -75,7 +76,8 @@ class WarmPython:
             for handle in handles:
                 os.close(handle)
             _, status = os.waitpid(child, 0)
-            link.send(str(os.waitstatus_to_exitcode(status)).encode())
+            with suppress(BrokenPipeError):  # the script has killed the program
+                link.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
 def _execute(arguments: list[str], folder: str, environment: dict[str, str], handles: list[int]) -> NoReturn:

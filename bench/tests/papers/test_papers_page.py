@@ -33,7 +33,8 @@ RESULTS = CommittedResults(ROOT / "bench" / "results", EXPERIMENTS)
 PAPERS = read_papers()
 ENTRIES = [(paper, entry) for paper in PAPERS for entry in paper.entries]
 RUN = {"seconds": 1.0, "versions": {}, "device": "cpu"}
-PENDING = "recall/results.jsonl"  # rows of bench/recall_lease.sh, until they are committed
+# Results of a lent machine, until they are committed: of bench/recall_lease.sh, and times of KLA at 2,048 tokens.
+PENDING = ("recall/results.jsonl", "recall/kla-2048.json")
 
 
 def ids(pair: Any) -> str:
@@ -55,7 +56,7 @@ def test_entries_name_files_and_tests_that_exist(pair: tuple[Paper, Entry]) -> N
     entry = pair[1]
     docs = ROOT / "docs" / "results"
     files = [
-        *(RESULTS.folder / file for file in entry.files if file != PENDING),
+        *(RESULTS.folder / file for file in entry.files if file not in PENDING),
         *(docs / path for path in entry.pictures),
     ]
     assert all(path.is_file() for path in [*files, *([docs / entry.page] if entry.page else [])])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kalmix.ops import Chebyshev, ridge
+from kalmix.ops import Chebyshev, diagonal, ridge
 from kalmix_bench.perf import peers
 from kalmix_bench.perf.workloads import signals
 
@@ -56,3 +56,30 @@ def test_fused_attention_of_pytorch_is_softmax_attention(monkeypatch: pytest.Mon
     q, k, v = (x[name].transpose(1, 2) for name in "qkv")
     scores = (q @ k.mT / math.sqrt(8)).masked_fill(torch.ones(5, 5).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(found, (scores.softmax(-1) @ v).transpose(1, 2))
+
+
+def test_forms_of_the_authors_kla_get_the_same_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is not installed here, so a stand-in filters by the equations of its documentation."""
+
+    def scan(v: Tensor, precision: Tensor, k: Tensor, q: Tensor, a: Tensor, p: Tensor, **form: str) -> Any:
+        forms.append(form)
+        state, information, means = torch.ones(*a.shape), torch.zeros(*a.shape), []
+        for t in range(v.shape[1]):
+            denominator = a.square() + p * state
+            information = a / denominator * information + (v * precision)[0, t, :, None] * k[0, t]
+            state = state / denominator + precision[0, t, :, None] * k[0, t].square()
+            means.append((information / state) @ q[0, t])
+        return torch.stack(means)[None], None, None
+
+    forms: list[dict[str, str]] = []
+    package = SimpleNamespace(kla_scan=scan, kla_scan_reference=scan, kla_scan_torch=scan)
+    monkeypatch.setattr(peers, "find_spec", lambda name: True)
+    monkeypatch.setitem(sys.modules, "kla", SimpleNamespace(ops=package))
+    monkeypatch.setitem(sys.modules, "kla.ops", package)
+    x: dict[str, Any] = {
+        name: y.detach() for name, y in signals("diagonal", "head", (1, 9, 8, 4), "cpu", torch.float32).items()
+    }
+    expected = diagonal(**x).mean
+    for run in peers.diagonal().values():
+        torch.testing.assert_close(run(x)[0].view_as(expected), expected)
+    assert forms == [{"backend": "cuda"}, {"backend": "triton"}, {}, {"scan_impl": "associative"}]

@@ -5,11 +5,13 @@ A place is a mapping with `file`, a path below the folder of results, and furthe
 - `.jsonl` with `task`, `layer` and `score`: the mean over seeds of the rows of an experiment. Optional: `condition`, a
   text that the finding's condition contains; `hidden_size` and `depth`; and `chosen_on`: "test" for the epoch that test
   rows choose, as in the papers, or "validation" for the one that validation rows choose. `file` may be a list: the
-  first file with such rows counts. A file that is not committed yet has no rows.
+  first file with such rows counts.
 - `.json` or `.jsonl` with `path`: keys, indices, and mappings that select the one row of a list that has these values.
   `over`, a second path, divides the number; `scale` multiplies it.
 - `.md` with `table` (how its heading begins), `row` (cells by column) and `column`. A column "seeds" is the
   number of seeds.
+
+A file that is not committed yet has no rows and no numbers.
 """
 
 from __future__ import annotations
@@ -140,7 +142,7 @@ class CommittedResults:
         return Measured(math.nan, diverged=count) if count else None
 
     def look_up(self, place: Place) -> Measured | None:
-        """Return the number at a place; `None` if a file of rows has no such row.
+        """Return the number at a place; `None` if a file of rows has no such row, or there is no such file.
 
         Raises:
             ArgumentError: a file of another kind has no such number.
@@ -149,6 +151,8 @@ class CommittedResults:
         if "task" in place:
             sizes: Any = {name: place[name] for name in Sizes.__annotations__ if name in place}
             return self.find(file, place["task"], place["layer"], place["score"], **sizes)
+        if not self.existing([file]):
+            return None
         try:
             if "path" in place:
                 content = self._content(file)

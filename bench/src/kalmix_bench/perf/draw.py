@@ -15,6 +15,8 @@ NAMES = {
     "reference": "kalmix, reference",
     "kla (CUDA)": "KLA authors, CUDA",
     "kla (Triton)": "KLA authors, Triton",
+    "kla (recurrence)": "KLA authors, recurrence",
+    "kla (PyTorch)": "KLA authors, PyTorch's associative scan",
 }
 
 

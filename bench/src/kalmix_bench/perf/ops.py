@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import re
 import shlex
@@ -40,7 +41,14 @@ PEER_DTYPE = {"diagonal": torch.float32}  # dtype of other libraries; bfloat16 b
 PEER_WIDTH = {"gka (authors)": 128, "fla gka": 128, "fla mesa_net": 128}
 # Largest lengths of kernels that are slow or need much memory.
 LONGEST = {
-    "cuda": {"reference": 1024, "chunked dense": 4096, "reference attend": 16384},  # stores all pairs at once
+    "cuda": {
+        "reference": 1024,
+        "reference diagonal": 2048,  # as in section 5.2 of Kalman Linear Attention
+        "kla (recurrence) diagonal": 2048,
+        "kla (PyTorch) diagonal": 4096,
+        "chunked dense": 4096,
+        "reference attend": 16384,  # stores all pairs at once
+    },
     "cpu": {"reference": 4096},
 }
 DECAYS = "a decay per head, per key dimension, or of dense per pair of key dimensions, with a rotation"
@@ -54,8 +62,7 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
     for kernel in OPS[op].kernels:
         if kernel.needs_interpreter(request) or kernel.unsupported_reason(request) is not None:
             continue
-        longest = LONGEST[device].get(f"{kernel.name} {op}", LONGEST[device].get(kernel.name))
-        if longest is not None and x["q"].shape[1] > longest:
+        if x["q"].shape[1] > _longest(op, kernel.name, device):
             continue
         run = partial(_ours, op, kernel.name)
         runs[kernel.name] = run
@@ -68,8 +75,14 @@ def candidates(op: str, x: Signals, compiled: bool) -> dict[str, Callable[[Signa
             runs["chunked, compiled"] = torch.compile(run, fullgraph=True)
     if device != "cuda" or dtype != PEER_DTYPE.get(op, torch.bfloat16):
         return runs
-    width = x["v"].shape[-1]
-    return runs | {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
+    width, length = x["v"].shape[-1], x["q"].shape[1]
+    peers = {name: run for name, run in PEERS[op]().items() if width <= PEER_WIDTH.get(name, width)}
+    return runs | {name: run for name, run in peers.items() if length <= _longest(op, name, device)}
+
+
+def _longest(op: str, name: str, device: str) -> float:
+    """Return the largest length of a kernel or a library."""
+    return LONGEST[device].get(f"{name} {op}", LONGEST[device].get(name, math.inf))
 
 
 def _ours(op: str, kernel: str | None, x: Signals, **options: Any) -> tuple[Tensor, ...]:

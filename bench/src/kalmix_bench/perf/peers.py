@@ -16,20 +16,25 @@ Run = Callable[[dict[str, Tensor]], tuple[Tensor, ...]]
 
 
 def diagonal() -> dict[str, Run]:
-    """Return the fastest kernels of the authors' package `kla` (github.com/vaisakh-shaj/kalman-linear-attention)."""
+    """Return the forms of the authors' package `kla` (github.com/vaisakh-shaj/kalman-linear-attention)."""
     if find_spec("kla") is None:
         return {}
-    from kla.ops import kla_scan
+    from kla.ops import kla_scan, kla_scan_reference, kla_scan_torch
 
-    def adapt(backend: str) -> Run:
+    def adapt(scan: Callable[..., tuple[Tensor, ...]], **options: str) -> Run:
         def run(x: dict[str, Tensor]) -> tuple[Tensor, ...]:
             v, precision, k, q = (x[name][:, :, 0] for name in ("v", "precision", "k", "q"))
             decay, noise = x["log_decay"][0].T.exp(), x["process_noise"][0].T
-            return kla_scan(v, precision, k, q, decay, noise, backend=backend)[:2]
+            return scan(v, precision, k, q, decay, noise, **options)[:2]
 
         return run
 
-    return {"kla (CUDA)": adapt("cuda"), "kla (Triton)": adapt("triton")}
+    return {
+        "kla (CUDA)": adapt(kla_scan, backend="cuda"),
+        "kla (Triton)": adapt(kla_scan, backend="triton"),
+        "kla (recurrence)": adapt(kla_scan_reference),
+        "kla (PyTorch)": adapt(kla_scan_torch, scan_impl="associative"),
+    }
 
 
 def has_fla() -> bool:

@@ -17,6 +17,7 @@ NAMES = {
     "bayesian-no-conv": "Bayesian Layer, no convolution",
     "gated-kalmanet": "Gated KalmaNet",
     "kalmanet-bare": "KalmaNet, no gates",
+    "mesanet": "MesaNet, constant ridge",
     "afa": "AFA",
     "rt-afa": "RT-AFA",
     "recurrent-afa": "recurrent AFA",

@@ -161,15 +161,16 @@ def recall_scores(logits: Tensor, episode: Episode) -> dict[str, Tensor]:
         episode: with a leading axis M.
 
     Returns:
-        "accuracy"; "cross_entropy"; and, with distractors, "margin": p_B - p_A of the softmax over target and
-        distractor
-        alone (equation 20; E.5.5 defines another margin, over all labels).
+        "accuracy"; "cross_entropy"; and, with distractors, p_B - p_A, target less distractor: "margin" of the softmax
+        over these two labels (equation 20), and "label_margin" of the softmax over all labels (section E.5.5).
     """
     right = logits.argmax(-1) == episode.targets
     scores = {"accuracy": right.float().mean((1, 2)), "cross_entropy": cross_entropy(logits, episode)}
     if episode.distractors is not None:
         target, distractor = (logits.gather(-1, x[..., None]) for x in (episode.targets, episode.distractors))
         scores["margin"] = (2 * (target - distractor).sigmoid() - 1).mean((1, 2, 3))
+        total = logits.logsumexp(-1, keepdim=True)
+        scores["label_margin"] = ((target - total).exp() - (distractor - total).exp()).mean((1, 2, 3))
     return scores
 
 

@@ -36,7 +36,7 @@ AXES = {
     ),
     "crowding": (("writes", {}, "addresses in a memory of 16 rows", (16, 64)),),
 }
-MEASURED = ("margin", "accuracy", "cross_entropy")
+MEASURED = ("margin", "label_margin", "accuracy", "cross_entropy")
 LEVELS = {"boost": "47", "flood": "57", "slope": "16", "gain": "42"}  # equation of each level that is drawn
 SCORES = {"recall": ("margin", "accuracy"), "crowding": ("cross_entropy", "accuracy")}  # printed; the first is drawn
 Scores = list[dict[str, Any]]

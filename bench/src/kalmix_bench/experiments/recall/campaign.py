@@ -2,15 +2,17 @@
 
     python -m kalmix_bench.experiments.recall.campaign cells.jsonl --seeds 3
 
-Cells of one seed come before those of the next. Within a seed, the first cells are from MAD, MQAR and A5, so that an
-early end leaves rows of each; MAD's long tasks come before its short ones; then more layers and depths. MAD with layers
-of other packages comes last, with one seed; these cells are left out if the package is not installed.
+Cells of one seed come before those of the next. Within a seed, the first sixteen cells are from MAD, MQAR and A5, so
+that an early end leaves rows of each; then come more tasks, depths and layers, and long-context recall. KLA+, and
+layers of other packages, come last, with one seed; cells whose package is not installed are left out. `--last RUN` is
+for the last call on a machine: it leaves out MAD's long tasks that have no checkpoint in RUN, because they would not
+end.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,14 +21,16 @@ from typing import NamedTuple
 from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import cell_file
+from kalmix_bench.runner.cells import digest
 
 NEGATIVE_DELTANET = 'gated-deltanet:{"negative_eigenvalues": true}'
-MAD_FIRST = ("kla", "kla-noise-free", "gated-deltanet", "mamba2", "bayesian")
-MAD_OTHERS = ("gla", "kda", "gated-kalmanet", "kla-zoh")
-LONG = ("compression", "selective-copying")
+MAD_FIRST = ("kla", "kla-noise-free", "gated-deltanet", "gla")  # layers of the paper's figure and table
+MAD_OTHERS = ("kla-zoh", "mamba2", "bayesian", "kda", "gated-kalmanet")
+LONG = ("selective-copying", "compression")  # they take about 750 epochs, the others 100
 FAST = ("fuzzy-recall", "noisy-recall", "in-context-recall", "memorization")
 PACKAGES = {"mamba-1": "mambapy", "mlstm": "xlstm"}  # layers of MAD with one seed, and the packages that they need
 WORDS = ("kla", "mamba2", NEGATIVE_DELTANET, "attention")
+SOLVERS = ("kalmanet-bare", "gated-deltanet", "mamba2", "deltanet", "mesanet")
 
 
 class _Stage(NamedTuple):
@@ -37,26 +41,29 @@ class _Stage(NamedTuple):
     tasks: Sequence[str]
     layers: Sequence[str]
     depths: Sequence[int] = ()
+    one_seed: bool = False
 
 
 STAGES = (
     # 16 cells, which begin at once with 8 processes on each of two GPUs: some of each benchmark
-    _Stage("mqar", "short", ("update",), ("bayesian", "gated-deltanet")),
     _Stage("a5", "short", ("a5",), WORDS, (1,)),
     _Stage("mad", "paper", LONG, MAD_FIRST),
-    _Stage("mqar", "short", ("block", "shared"), ("bayesian", "gated-deltanet")),
-    _Stage("mad", "paper", FAST, MAD_FIRST),
+    _Stage("mqar", "short", ("update", "shared"), ("bayesian", "gated-deltanet")),
+    _Stage("mqar", "short", ("block", "rewrite"), ("bayesian", "gated-deltanet")),
     _Stage("a5", "short", ("a5",), WORDS, (2,)),
-    _Stage("mqar", "short", ("update",), ("kda", "bayesian-slow")),
-    _Stage("mqar", "short", ("rewrite",), ("bayesian", "gated-deltanet")),
-    _Stage("mad", "paper", LONG, MAD_OTHERS),
+    _Stage("mad", "paper", LONG, MAD_OTHERS[:2]),  # long tasks begin early enough to end
+    _Stage("mad", "paper", FAST, MAD_FIRST),
+    _Stage("a5", "short", ("a5",), WORDS, (3, 4)),
+    _Stage("mad", "paper", LONG, MAD_OTHERS[2:]),
     _Stage("mad", "paper", FAST, MAD_OTHERS),
+    _Stage("mqar", "short", ("update",), ("kda", "bayesian-slow", "mamba2")),
     _Stage("mqar", "short", ("block",), ("bayesian-no-conv", "gated-deltanet-no-conv", "kda")),
     _Stage("mqar", "short", ("shared",), ("kda",)),
-    _Stage("a5", "short", ("a5",), WORDS, (3, 4)),
-    _Stage("mad", "paper", (*LONG, *FAST), ("kla-plus",)),
+    _Stage("mad", "short", ("long",), ("kla", "gated-deltanet", "gla")),
+    _Stage("mqar", "short", ("mqar",), SOLVERS),
+    _Stage("mad", "paper", FAST, ("kla-plus", *PACKAGES), one_seed=True),
+    _Stage("mad", "paper", LONG, ("kla-plus", *PACKAGES), one_seed=True),
 )
-BASELINES = _Stage("mad", "paper", (*LONG, *FAST), tuple(PACKAGES))
 
 
 def campaign_cells(seeds: int = 3, validation: int = 1280) -> list[RecallCell]:
@@ -68,15 +75,25 @@ def campaign_cells(seeds: int = 3, validation: int = 1280) -> list[RecallCell]:
             that test rows choose, too. With 0 the cells equal those of `kalmix bench mad --preset paper`.
     """
 
-    def cells(stage: _Stage, seeds: int) -> Iterator[RecallCell]:
+    def cells(stage: _Stage) -> Iterator[RecallCell]:
         studies = BENCHES[stage.bench][stage.preset]
         for task in stage.tasks:
-            for cell in make_cells(studies, [task], stage.layers, seeds, depths=stage.depths):
-                protocol = replace(cell.protocol, validation=validation if stage.bench == "mad" else 0)
-                yield replace(cell, protocol=protocol)
+            count = min(seeds, 1) if stage.one_seed else seeds
+            for cell in make_cells(studies, [task], stage.layers, count, depths=stage.depths):
+                is_mad = cell.task.startswith("mad/")
+                yield replace(cell, protocol=replace(cell.protocol, validation=validation if is_mad else 0))
 
-    every = [cell for stage in STAGES for cell in cells(stage, seeds)]
-    return [*sorted(every, key=lambda cell: cell.seed), *cells(BASELINES, min(seeds, 1))]
+    return sorted((cell for stage in STAGES for cell in cells(stage)), key=lambda cell: cell.seed)
+
+
+def is_long(cell: RecallCell) -> bool:
+    """Return whether a cell takes so long that it cannot begin in the last call on a machine."""
+    return cell.task in {f"mad/{task}" for task in LONG}
+
+
+def last_cells(cells: Iterable[RecallCell], run: Path) -> list[RecallCell]:
+    """Return the cells that can end in the last call: without long ones that have no checkpoint in the folder `run`."""
+    return [cell for cell in cells if not is_long(cell) or (run / "checkpoints" / digest(cell)).exists()]
 
 
 def absent_packages() -> dict[str, str]:
@@ -89,9 +106,11 @@ def main() -> None:
     parser.add_argument("file", type=Path, help="cell file to write, for `kalmix bench run`")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--validation", type=int, default=1280, help="validation rows of MAD's tasks; 0 for none")
+    parser.add_argument("--last", type=Path, metavar="RUN", help="folder of the run whose last call this is")
     given = parser.parse_args()
     absent = absent_packages()
     cells = [cell for cell in campaign_cells(given.seeds, given.validation) if cell.layer not in absent]
+    cells = cells if given.last is None else last_cells(cells, given.last)
     cell_file.write(cells, given.file)
     for layer, package in absent.items():
         print(f"skipped: cells of {layer}, because {package} is not installed; bring its wheel (bench/recall_lease.sh)")

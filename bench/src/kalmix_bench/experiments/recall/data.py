@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from kalmix.models.losses import IGNORE_INDEX
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.protocol import RecallCell
+from kalmix_bench.experiments.recall.row_files import parts_of, read_or_draw
 
 TensorBatch = dict[str, Tensor]
 
@@ -35,20 +37,20 @@ class CellData(NamedTuple):
         return [part.test for part in self.parts]
 
 
-def draw_cell_data(cell: RecallCell) -> CellData:
+def draw_cell_data(cell: RecallCell, folder: Path | None = None) -> CellData:
     """Draw the rows of a cell; each part has its own seed.
 
     Validation rows are drawn after the test rows and in the same way: a task's test rows may have fewer targets than
-    its
-    training rows.
+    its training rows.
+
+    Args:
+        cell: cell whose rows are drawn.
+        folder: folder of `row_files`, so that cells with equal rows draw them once; `None` for none.
     """
-    protocol = cell.protocol
-    first = cell.seed if protocol.data_seed is None else protocol.data_seed
     parts, validation = [], []
-    for place, part in enumerate(cell.parts):
-        rows, settings = part.test + (protocol.validation if part.test else 0), dict(part.settings)
-        data = datasets.make(cell.task, seed=first + place, train=part.train, test=rows, **settings)
-        if rows > part.test:
+    for part, rows in zip(cell.parts, parts_of(cell), strict=True):
+        data = read_or_draw(rows, folder)
+        if rows.test > part.test:
             validation.append(_take(data.test, slice(part.test, None)))
             data = data._replace(test=_take(data.test, slice(part.test)))
         parts.append(data)

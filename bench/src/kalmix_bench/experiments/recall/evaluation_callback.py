@@ -57,6 +57,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
             they select the epochs, and "loss on test" and "score on test" are those that test rows select.
         seconds: time of training and of evaluation.
         stopped: whether the run stored a checkpoint and stopped because `on_progress` returned true.
+        fallbacks: why steps on a GPU were not compiled or not captured as a CUDA graph; empty if they were.
     """
 
     def __init__(self, cell: RecallCell, data: CellData, on_progress: ProgressFn) -> None:
@@ -67,6 +68,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         self.seconds = {"training": 0.0, "evaluation": 0.0}
         self._began = self._saved = self.cell_key = time.monotonic()
         self.stopped = False
+        self.fallbacks: list[str] = []
         self._status = ""
 
     def state(self) -> dict[str, Any]:

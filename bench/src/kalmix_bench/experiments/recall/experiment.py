@@ -40,13 +40,15 @@ class Recall(Experiment[RecallCell]):
 
     Args:
         commit: commit of kalmix for the rows, where git does not know it.
+        data: folder for rows of tasks, so that cells with equal rows draw them once.
     """
 
     name = "benchmarks"
     keys = frozenset(("task", "layer"))
 
-    def __init__(self, commit: str | None = None) -> None:
+    def __init__(self, commit: str | None = None, data: Path | None = None) -> None:
         self.commit: str | None = commit
+        self.data: Path | None = data
 
     def commands(self) -> dict[str, Callable[..., None]]:
         return {bench: _command(bench) for bench in presets.BENCHES}
@@ -68,7 +70,7 @@ class Recall(Experiment[RecallCell]):
         from kalmix_bench.experiments.recall.trainer import train_cell
 
         (cell,), origin = cells, {} if self.commit is None else {"commit": self.commit}
-        data, from_last = draw_cell_data(cell), datasets.get_task(cell.task).from_last
+        data, from_last = draw_cell_data(cell, self.data), datasets.get_task(cell.task).from_last
         length = data.parts[0].test.inputs.shape[1]
         with deterministic_mode(device):
             with torch.random.fork_rng():
@@ -95,6 +97,7 @@ class Recall(Experiment[RecallCell]):
             {
                 **origin,
                 **sizes,
+                **({"fallbacks": evaluation.fallbacks} if evaluation.fallbacks else {}),
                 "score": evaluation.main_score,
                 "scores": evaluation.mean_scores(best_scores),
                 **({} if on_test is None else {"test_chosen_scores": evaluation.mean_scores(on_test)}),

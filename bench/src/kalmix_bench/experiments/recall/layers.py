@@ -20,6 +20,13 @@ LAYERS: dict[str, Options] = {
     "kla-plus": {"mixer": "kla", "samples": 10},  # KLA+: trains and predicts with posterior samples
     "kla-zoh": {"mixer": "kla", "discretization": "zoh"},
     "kalmanet-bare": {"mixer": "gated-kalmanet", "decay": False, "gain": None, "mix": False},  # GKA, Figure 2a
+    # MesaNet: all past tokens as in Gated KalmaNet, but a constant ridge (which MesaNet learns, from 1 on) and CG
+    "mesanet": {
+        "mixer": "gated-kalmanet",
+        "ridge": {"name": "fixed", "value": 1.0},
+        "solver": {"name": "conjugate-gradient", "iterations": 30},
+        "mix": False,
+    },
     "bayesian": {"mixer": "bayesian", "decays_per_head": "key"},  # Memory by Design; not the default of the layer
     "bayesian-no-conv": {"mixer": "bayesian", "decays_per_head": "key", "conv": 0},
     "bayesian-one-decay": {"mixer": "bayesian", "decays_per_head": 1},

@@ -22,6 +22,9 @@ def run(
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
     commit: Annotated[str | None, typer.Option(help="Commit for the rows, where there is no git.")] = None,
+    data: Annotated[
+        Path | None, typer.Option(help="Folder for rows of tasks. Default: each cell draws its own.")
+    ] = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/cells"),
 ) -> None:
     """Run the cells of a file; the same command resumes cells that the deadline stopped.
@@ -30,7 +33,7 @@ def run(
     """
     console, cell_list = Console(highlight=False), cell_file.read(cells, parse_cell)
     sweep, results = LimitedSweep.of(devices, jobs_per_device, deadline), Results(output / "results.jsonl")
-    experiment = Recall(commit)
+    experiment = Recall(commit, data)
     with progress(console) as progress_factory:
         rows = scheduler.run(
             experiment, cell_list, results, sweep.device, progress_factory=progress_factory, worker_config=sweep.workers

@@ -6,9 +6,11 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import accelerate.optimizer
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_model, save_model
@@ -65,6 +67,8 @@ class CellTrainer(SafeTrainer):
         args: TrainingArguments,
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
+        self.parameters: list[nn.Parameter] = list(model.parameters())
+        self.fallbacks: list[str] = []  # why steps are not compiled or not captured
         self.batches = Batches(data, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
         self.evaluation_tokens: int = max(1, min(TOKENS, LOGITS // data.vocab_size))
         self.total = torch.zeros((), device=args.device)  # sum of the losses of an epoch
@@ -103,6 +107,10 @@ class CellTrainer(SafeTrainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         load_model(self.net, Path(resume_from_checkpoint) / "model.safetensors")
 
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        """Clip gradients as the Trainer does, without looking for gradients of several meshes at each step."""
+        return nn.utils.clip_grad_norm_(self.parameters, self.args.max_grad_norm)
+
     def training_step(self, model: nn.Module, inputs: dict[str, Tensor], num_items_in_batch: Any = None) -> Tensor:
         captured = self.cell.protocol.cuda_graph and self.args.device.type == "cuda"
         loss = self._replay(**inputs) if captured else self._step(model, **inputs)
@@ -121,10 +129,15 @@ class CellTrainer(SafeTrainer):
         return loss.detach()
 
     def _replay(self, inputs: Tensor, **others: Tensor) -> Tensor:
-        """Run a compiled step as a CUDA graph, one per batch shape; gradients stay at their first addresses."""
+        """Run a step as a CUDA graph, one per batch shape; gradients stay at their first addresses.
+
+        Steps are compiled. If that fails, or a graph cannot be captured, plain steps are captured or run.
+        """
         batch = {"inputs": inputs, **others}
         if inputs.shape not in self.graphs:
-            self.graphs[inputs.shape] = self._capture({name: x.clone() for name, x in batch.items()})
+            self.graphs[inputs.shape] = self._capture_any({name: x.clone() for name, x in batch.items()})
+        if self.graphs[inputs.shape] is None:
+            return self._step(self.net, **batch)
         graph, buffers, loss, gradients = self.graphs[inputs.shape]
         for name, x in batch.items():
             buffers[name].copy_(x)
@@ -133,19 +146,36 @@ class CellTrainer(SafeTrainer):
             parameter.grad = gradient
         return loss
 
-    def _capture(self, batch: TensorBatch) -> tuple[Any, ...]:
+    def _capture_any(self, batch: TensorBatch) -> tuple[Any, ...] | None:
+        """Capture a compiled step, or else a plain one; return `None` and store the reasons if neither works."""
         if not self.graphs:
             torch.compiler.reset()  # graphs of earlier cells count towards the recompile limit
-        compiled, stream = torch.compile(self.net, dynamic=False), torch.cuda.Stream()
+        for kind, model in (("compiled", torch.compile(self.net, dynamic=False)), ("captured", self.net)):
+            try:
+                return self._capture(model, batch)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # of any compiler; steps are correct without it
+                self.net.zero_grad()
+                torch.cuda.synchronize()  # raises if the error has broken the process
+                lines = str(error).strip().splitlines() or [""]
+                reason = (
+                    f"steps {tuple(batch['inputs'].shape)} are not {kind}: {type(error).__name__}: {lines[0][:200]}"
+                )
+                self.fallbacks.append(reason)
+        return None
+
+    def _capture(self, model: Callable[..., Tensor], batch: TensorBatch) -> tuple[Any, ...]:
+        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), torch.random.fork_rng([self.args.device]):
             for _ in range(3):  # compile and allocate before the capture
-                self._step(compiled, **batch)
+                self._step(model, **batch)
                 self.net.zero_grad()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            loss = self._step(compiled, **batch)
+            loss = self._step(model, **batch)
         return graph, batch, loss, [(x, x.grad) for x in self.net.parameters() if x.grad is not None]
 
     def predict_rows(self, rows: datasets.Rows) -> tuple[float, Any]:
@@ -170,6 +200,17 @@ def _folder(path: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as folder:
         yield Path(folder)
+
+
+@contextmanager
+def _one_look_for_lomo() -> Iterator[None]:
+    """Keep accelerate from searching for the package `lomo_optim` twice at each step, which takes 0.6 ms."""
+    before = accelerate.optimizer.is_lomo_available
+    accelerate.optimizer.is_lomo_available = cache(before)
+    try:
+        yield
+    finally:
+        accelerate.optimizer.is_lomo_available = before
 
 
 def train_cell(
@@ -201,7 +242,9 @@ def train_cell(
     with _folder(checkpoints) as folder:
         trainer = CellTrainer(cell, data, model, evaluation, training_arguments(cell, folder, device))
         evaluation.trainer = trainer
-        trainer.train_from(newest_checkpoint(folder))
+        with _one_look_for_lomo():
+            trainer.train_from(newest_checkpoint(folder))
+    evaluation.fallbacks = trainer.fallbacks
     if evaluation.stopped:
         raise CellStopped
     return evaluation
