@@ -10,13 +10,12 @@ import pytest
 
 PROGRAM = """
 import os, sys, time
-from pathlib import Path
 import torch.distributed as dist
 from kalmix.training.peers import watched_peers
 
 rank, store, ends = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "ends"
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-with watched_peers(Path("runs/a")):
+with watched_peers("kalmix train --resume --output runs/a"):
     if ends and rank == 1:
         os._exit(3)
     time.sleep(60 if ends else 2 * rank)
@@ -40,7 +39,7 @@ def test_a_process_ends_with_one_sentence_if_another_has_ended(tmp_path: Path, e
             assert processes[0].returncode == 1 and time.monotonic() - begin < 20
             last = errors.splitlines()[-1]
             assert last.startswith("error: another process of this run has ended, so training stops; ")
-            assert "--resume --output runs/a" in last
+            assert "`kalmix train --resume --output runs/a`" in last
         else:
             assert [x.returncode for x in processes] == [0, 0] and output.strip() == "left", errors
     finally:

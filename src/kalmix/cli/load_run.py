@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kalmix.errors import ArgumentError
-from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, how_to_continue
+from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, resume_command
 from kalmix.validation import check_choice
 
 if TYPE_CHECKING:
@@ -68,7 +68,8 @@ def model_folder(folder: Path) -> Path:
     is_run = (run / RECIPE_FILE).exists() and found in (run, run / "model")
     if is_run and not (run / HISTORY).exists() and not (found / "config.json").exists():
         got = f"{str(folder)!r}, a run that is not finished and has saved no model"
-        raise ArgumentError("model", got=got, expected="a finished run", hint=how_to_continue(Recipe.load(run), run))
+        hint = f"Continue it with: {resume_command(Recipe.load(run), run)}"
+        raise ArgumentError("model", got=got, expected="a finished run", hint=hint)
     return found
 
 
@@ -120,7 +121,8 @@ def load_run(folder: Path) -> Run:
     if not finished(history):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
         problem = f"{str(folder)!r} stopped {done}"
-        raise ArgumentError("run", problem=problem, expected="a finished run", hint=how_to_continue(recipe, folder))
+        hint = f"Continue it with: {resume_command(recipe, folder)}"
+        raise ArgumentError("run", problem=problem, expected="a finished run", hint=hint)
     model, tokenizer = load(folder)
     corpus, before = text.load_corpus(recipe.text), inputs.load(folder)
     if before is not None:

@@ -14,9 +14,9 @@ import torch.distributed as dist
 INTERVAL, GRACE = 0.5, 5.0  # seconds between two checks; seconds from the end of a process until this one ends itself
 
 
-def how_to_resume(output: Path) -> str:
-    """Return the error message of a process after another one has ended."""
-    hint = f"`kalmix train --resume --output {output}` under torchrun continues from the newest checkpoint"
+def peer_has_ended(command: str) -> str:
+    """Return the error message of a process after another one has ended; `command` continues the run."""
+    hint = f"`{command}` under torchrun continues from the newest checkpoint"
     return f"another process of this run has ended, so training stops; {hint}"
 
 
@@ -27,7 +27,7 @@ def is_peer_error(error: RuntimeError) -> bool:
 
 
 @contextmanager
-def watched_peers(output: Path) -> Iterator[None]:
+def watched_peers(command: str) -> Iterator[None]:
     """End this process with status 1 and one sentence if another process of the run on this host ends inside the block.
 
     A process that waits for another one inside NCCL gets no error and runs no signal handler. So a thread checks
@@ -35,7 +35,7 @@ def watched_peers(output: Path) -> Iterator[None]:
     error that says more, and this process can finish writing a checkpoint. Processes leave the block together.
 
     Args:
-        output: folder of the run.
+        command: command that continues the run, for the message.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         yield
@@ -44,7 +44,7 @@ def watched_peers(output: Path) -> Iterator[None]:
     dist.all_gather_object(everyone, (_host(), os.getpid()))
     peers = [process for host, process in everyone if host == _host() and process != os.getpid()]
     left = threading.Event()
-    thread = threading.Thread(target=_watch, args=(peers, left, how_to_resume(output)), daemon=True)
+    thread = threading.Thread(target=_watch, args=(peers, left, peer_has_ended(command)), daemon=True)
     thread.start()
     try:
         yield

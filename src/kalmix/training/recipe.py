@@ -232,8 +232,8 @@ class Recipe:
 RECIPE_FIELDS = tuple(x.name for x in fields(Recipe))
 
 
-def how_to_continue(recipe: Recipe, output: Path) -> str:
-    """Return a sentence with the command that continues a run: `kalmix train` if it has options for its settings.
+def resume_command(recipe: Recipe, output: Path) -> str:
+    """Return the command that continues a run: `kalmix train` if it has options for the settings of the run.
 
     Args:
         recipe: settings of the run.
@@ -242,7 +242,7 @@ def how_to_continue(recipe: Recipe, output: Path) -> str:
     default = Recipe(steps=1)
     changed = {name for name in RECIPE_FIELDS if getattr(recipe, name) != getattr(default, name)}
     command = "train" if changed <= set(TRAIN_OPTIONS) else "pretrain"
-    return f"Continue it with: kalmix {command} --resume --output {output}"
+    return f"kalmix {command} --resume --output {output}"
 
 
 def as_fields(given: dict[str, Any]) -> dict[str, Any]:

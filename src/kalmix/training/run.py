@@ -49,8 +49,8 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
-from kalmix.training.peers import how_to_resume, is_peer_error, watched_peers
-from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe
+from kalmix.training.peers import is_peer_error, peer_has_ended, watched_peers
+from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe, resume_command
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
@@ -175,21 +175,25 @@ def train(
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
     set_seed(recipe.seed)
     source = open_source(recipe)
-    with lock_folder(output) if state.is_main_process else nullcontext(), disk_errors(output), _peer_errors(output):
+    with (
+        lock_folder(output) if state.is_main_process else nullcontext(),
+        disk_errors(output),
+        _peer_errors(recipe, output),
+    ):
         if branch_from is not None:
             recipe, resume = _branch(recipe, output, Path(branch_from), state), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
 
 @contextmanager
-def _peer_errors(output: Path) -> Iterator[None]:
+def _peer_errors(recipe: Recipe, output: Path) -> Iterator[None]:
     """Convert the failure of an exchange between processes to a `ConnectionError` that says how to resume."""
     try:
         yield
     except RuntimeError as error:
         if not is_peer_error(error):
             raise
-        raise ConnectionError(how_to_resume(output)) from error
+        raise ConnectionError(peer_has_ended(resume_command(recipe, output))) from error
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, branch_from: object, callbacks: object) -> None:
@@ -277,7 +281,7 @@ def _train(
     )
     trainer.remove_callback(PrinterCallback)
     try:
-        with watched_peers(output), interruptible(schedule):  # saving is not interrupted either
+        with watched_peers(resume_command(recipe, output)), interruptible(schedule):  # saving is not interrupted either
             trainer.train_from(checkpoint)
             return _save_model(trainer, output, source.corpus, tokenizer)
     except BackendCompilerFailed as error:
@@ -317,7 +321,7 @@ def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bo
         problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"
         warnings.warn(
             f"the run in {output} {problem}, so it starts from the beginning. After its next checkpoint, "
-            f"`kalmix train --resume --output {output}` continues from there",
+            f"`{resume_command(recipe, output)}` continues from there",
             stacklevel=2,
         )
     return checkpoint
