@@ -75,7 +75,7 @@ fi
 echo "$(wc -l < "$work/cells.jsonl") cells after $SECONDS s"
 
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.png "$out"/ 2> /dev/null || true; }
-(while sleep 15; do keep; done) &  # a call that is killed has its rows, too
+(while sleep 15 &> /dev/null; do keep; done) &  # a call that is killed has its rows, too; no pipe waits for `sleep`
 copying=$!
 trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
 if [ "$jobs_per_device" -gt 1 ] && [ "$devices" != cpu ]; then share; fi
