@@ -77,7 +77,7 @@ fi
 echo "$(wc -l < "$work/cells.jsonl") cells after $SECONDS s"
 
 keep() { cp "$work"/run/results.jsonl "$work"/run/report.* "$work"/run/*.png "$out"/ 2> /dev/null || true; }
-(while sleep 15; do keep; done) &  # a call that is killed has its rows, too
+(while sleep 15 &> /dev/null; do keep; done) &  # a call that is killed has its rows, too; no pipe waits for `sleep`
 copying=$!
 setsid nice -n 5 "$python" -m kalmix_bench.experiments.recall.row_files "$work/cells.jsonl" "$work/data" \
   --jobs $((($(nproc) + 1) / 2)) > "$work/draw.log" 2>&1 &

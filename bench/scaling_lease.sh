@@ -46,7 +46,7 @@ collect() {  # write the rows so far, with the commit, and the logs
     sed -E "s/\"commit\": (null|\"[^\"]*\")/\"commit\": \"$commit\"/" > "$out/decode.jsonl"
   cat "$run"/check/*/results.jsonl 2> /dev/null | sed -E "s/^\{/{\"commit\": \"$commit\", /" > "$out/check.jsonl"
 }
-(while sleep 15; do collect; done) &  # a call that is killed has its rows, too
+(while sleep 15 &> /dev/null; do collect; done) &  # a call that is killed has its rows, too; no pipe waits for `sleep`
 collecting=$!
 trap 'kill $collecting 2> /dev/null; collect' EXIT
 left() { echo $((limit - SECONDS - $1)); }

@@ -7,11 +7,14 @@ import math
 import random
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import nltk
 import pytest
 import torch
+import wonderwords
 
 from kalmix.evaluation.judge import begin_texts
 from kalmix.evaluation.perplexity import perplexity, read_text
@@ -23,6 +26,17 @@ from kalmix.training.data import read_tokenizer
 from kalmix.training.evaluation import surprisals
 
 from .conftest import WORDS, write_dataset
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _few_words() -> Iterator[None]:
+    """Give lm-eval few words for needles: at its import, it sorts all pairs of an adjective and a noun for 10 s."""
+    kinds = {"noun": [f"noun{n}" for n in range(500)], "adjective": ["slow", "quick"], "verb": ["see", "go"]}
+    categories = kinds | {f"{name}s": words for name, words in kinds.items()}
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(wonderwords, "RandomWord", lambda: SimpleNamespace(_categories=categories))
+    yield
+    monkeypatch.undo()
 
 
 @pytest.fixture(scope="module")
