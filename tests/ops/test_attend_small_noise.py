@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kalmix.ops import attend
 from kalmix.ops._shared import batching
+from kalmix.testing.heads import Axis, draw_weights, solve_together
 from kalmix.testing.tolerances import budgets, relative_error
 
 NOISES = (1e-5, 1e-2, 1e2, *(pytest.param(x, marks=pytest.mark.slow) for x in (1e-4, 1.0)))
@@ -28,13 +29,12 @@ def _drawn(seed: int, length: int, key_noise: float, own_dynamics: bool) -> Sign
     return {name: y.float().double() for name, y in x.items()}
 
 
-def _answer(x: Signals, dtype: torch.dtype, variance: bool, **options: Any) -> list[Tensor]:
-    """Return outputs and gradients, computed in `dtype`."""
+def _answer(x: Signals, dtype: torch.dtype, variance: bool, count: int = 1, **options: Any) -> list[Tensor]:
+    """Return outputs and gradients, computed in `dtype`; `count` problems have joined heads."""
     given = with_gradients({name: y if name == "times" else y.to(dtype) for name, y in x.items()})
     found = attend(**arguments(given), variance=variance, **options)
     outputs = [found.mean, *([] if found.variance is None else [found.variance.log()])]
-    draw = torch.Generator().manual_seed(1)
-    weights = [torch.randint(-8, 9, y.shape, generator=draw).to(dtype) / 4 for y in outputs]
+    weights = draw_weights(outputs, [2] * len(outputs), count)
     asked = [y for y in given.values() if y.requires_grad]
     return [y.detach() for y in outputs] + list(torch.autograd.grad(outputs, asked, weights))
 
@@ -43,12 +43,15 @@ def _check(x: Signals, variance: bool, kernel: str, ends: str | tuple[str, ...] 
     """Compare outputs and gradients whose names end in `ends`."""
     got = _answer(x, torch.float32, variance, kernel=kernel, **options)
 
-    def exact(moved: Signals) -> list[Tensor]:
-        return _answer(moved, torch.float64, variance, kernel="reference", **options)
+    def exact(moved: Signals, count: int = 1) -> list[Tensor]:
+        return _answer(moved, torch.float64, variance, count, kernel="reference", **options)
 
     names = ["mean", *["variance"][:variance], *(f"d {name}" for name in x if name != "times")]
-    allowed = budgets(exact, x, torch.float32, [torch.float32] * len(got))
-    for name, ours, theirs, budget in zip(names, got, exact(x), allowed, strict=True):
+    want = exact(x)
+    axes: dict[str, Axis] = {name: None if name == "times" else 2 if name in "qkv" else 0 for name in x}
+    together = solve_together(exact, axes, [2] * (1 + variance) + [axes[name] for name in x if name != "times"])
+    allowed = budgets(exact, x, want, torch.float32, [torch.float32] * len(got), exact_many=together)
+    for name, ours, theirs, budget in zip(names, got, want, allowed, strict=True):
         error = relative_error(ours, theirs)
         assert not name.endswith(ends) or error <= budget, f"{name}: {error:.1e}, allowed {budget:.1e}"
 

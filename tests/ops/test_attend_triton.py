@@ -23,6 +23,7 @@ from kalmix.ops._attend.kv_layout import make_layout
 from kalmix.ops._attend.signals import AttendSignals
 from kalmix.ops._attend.triton import backward, forward
 from kalmix.segments import Segments
+from kalmix.testing.heads import draw_weights, solve_together
 from kalmix.testing.tolerances import ROUNDINGS, budgets, relative_error
 from kalmix.types import Filtered
 
@@ -84,14 +85,14 @@ def outputs_and_gradients(
     timing: tuple[Tensor, Tensor, Tensor],
     options: Any,
     segments: Segments | None,
+    count: int = 1,
 ) -> list[Tensor]:
-    """Return outputs, tensors of the belief, and gradients of their sum with weights that every dtype represents."""
+    """Return outputs and gradients of their weighted sum; `count` problems have joined heads."""
     inputs_with_grad = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     result = call_kernel(function, inputs_with_grad, timing, options, segments)
     belief_tensors = [] if result.belief is None else result.belief.compact()[:2]
     outputs = [x for x in (*result[:2], *belief_tensors) if x is not None]
-    generator = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=generator) / 4).to(x) for x in outputs]
+    weights = draw_weights(outputs, [2] * len(outputs), count)
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(inputs_with_grad.values()), weights))
 
 
@@ -192,15 +193,22 @@ def check_against_float64(
         inputs["q"].dtype,
     )
     exact = {name: x.double() for name, x in inputs.items()}
-    want = outputs_and_gradients(reference.attend, exact, timing, options, segments)
+    outputs = ["mean", *["variance"][: options[3]], *(HISTORY if options[2] else []), *(f"d {name}" for name in inputs)]
+    axes = {name: 2 if name in (*SIGNALS, *HISTORY) else 0 for name in inputs}
+
+    def exactly(x: dict[str, Tensor], count: int = 1) -> list[Tensor]:
+        return outputs_and_gradients(reference.attend, x, timing, options, segments, count)
+
+    want = exactly(exact)
     allowed = budgets(
-        lambda moved: outputs_and_gradients(reference.attend, moved, timing, options, segments),
+        exactly,
         exact,
+        want,
         torch.float32,
         [x.dtype for x in got],
         HALF if dtype == HALF else None,
+        exact_many=solve_together(exactly, axes, [2] * (len(outputs) - len(inputs)) + [*axes.values()]),
     )
-    outputs = ["mean", *["variance"][: options[3]], *(HISTORY if options[2] else []), *(f"d {name}" for name in inputs)]
     exact["mean"], gradients = want[0], dict(zip(outputs, want, strict=True))
     generator = torch.Generator().manual_seed(1)
     # The upstream gradient that `outputs_and_gradients` uses.

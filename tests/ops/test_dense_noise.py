@@ -114,7 +114,7 @@ def test_smallest_noise_is_within_the_error_budget(kernel, problem, width, lengt
     """In one call, token by token, and for gradients."""
     case = Case(problem, kernel, key_width=width, length=length, batch=1, value_heads=1)
     inputs = inputs_with_signals(case, setting)
-    found = measure.forward(case, inputs) + measure.gradients(case, inputs)
+    found = measure.forward_and_gradients(case, inputs)
     want, allowed = measure.expected_outputs(case, inputs)
     steps = []
     for t in range(length):
@@ -140,7 +140,7 @@ def test_smallest_noise_is_within_the_error_budget_in_triton(width, length, sett
     inputs = inputs_with_signals(case, setting)
     if decay == "head":
         inputs["log_decay"] = inputs["log_decay"][..., 0].contiguous()
-    found = measure.forward(case, inputs) + measure.gradients(case, inputs)
+    found = measure.forward_and_gradients(case, inputs)
     # The kernel factors the covariance of TILE tokens. With no more keys than tokens it is nearly singular, so each
     # rounding error of the prior variance p contributes eps p / r^2. Four are allowed here, 16 in the fuzz test.
     largest = float((inputs["prior.covariance"].diagonal(dim1=-2, dim2=-1)).max())

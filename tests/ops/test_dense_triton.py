@@ -3,8 +3,11 @@
 Without a GPU, kernels run in Triton's interpreter at small sizes.
 """
 
+from functools import partial
+
 import pytest
 import torch
+from agreement import check_agreement
 
 pytest.importorskip("triton")
 
@@ -17,7 +20,8 @@ from kalmix.ops._dense.triton import primitives
 from kalmix.ops._linear_memory.custom_op import tile_size
 from kalmix.ops._shared.widths import padded_width
 from kalmix.segments import Segments
-from kalmix.testing.tolerances import DRAWS, budgets, relative_error
+from kalmix.testing.heads import draw_weights
+from kalmix.testing.tolerances import DRAWS, relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("q", "k", "v", "obs_noise", "process_noise", "log_decay", "angle", "mean", "covariance")
@@ -50,38 +54,32 @@ def arguments(batch, length, heads, widths, decay="key", sequences=None, dtype=t
     return {name: x.to(DEVICE) for name, x in inputs.items() if name not in absent}
 
 
-def answer(function, inputs, segments, variance):
-    """Return outputs, and gradients of a sum with weights that every dtype represents exactly."""
+def answer(function, segments, variance, inputs, count=1):
+    """Return outputs, and gradients of their weighted sum; `count` problems have joined heads."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     q, k, v, obs_noise, process_noise, log_decay, angle, mean, covariance = (leaves.get(name) for name in NAMES)
     belief = DenseBelief(mean, (covariance + covariance.mT) / 2)
     signals = DenseSignals(q, k, v, obs_noise, process_noise, log_decay, angle)
     result = function(signals, belief, segments, variance)
     outputs = [x for x in (result.variance, *result.belief, result.mean) if x is not None]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    weights = draw_weights(outputs, [*output_axes(variance).values()], count)
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
+
+
+def output_axes(variance):
+    """Return the axis of the heads of each output."""
+    return ({"variance": 2} if variance else {}) | {"last mean": 1, "last covariance": 1, "mean": 2}
 
 
 def check(inputs, segments=None, variance=True, run=fused.dense, draws=DRAWS):
     """Check outputs and gradients against the float64 reference, within the largest effect of `draws` roundings of the
     inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(run, inputs, segments, variance)
-    exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(reference.dense, exact, segments, variance)
-    allowed = budgets(
-        lambda moved: answer(reference.dense, moved, segments, variance),
-        exact,
-        torch.float32,
-        [x.dtype for x in got],
-        HALF if inputs["k"].dtype == HALF else None,
-        draws,
-    )
-    outputs = [*["variance"] * variance, "last mean", "last covariance", "mean", *(f"d {name}" for name in inputs)]
-    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
-        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
-        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+    got, dtype = answer(run, segments, variance, inputs), inputs["k"].dtype
+    axes = {name: 1 if name in ("mean", "covariance") else 2 for name in inputs}
+    exactly = partial(answer, reference.dense, segments, variance)
+    products = HALF if dtype == HALF else None
+    check_agreement(got, exactly, inputs, axes, output_axes(variance), products, draws)
 
 
 SPANS = Segments.of(torch.tensor([[0, 3, 30], [1, 0, 9], [0, 30, 36], [1, 20, 20], [1, 21, 38]]))
@@ -143,7 +141,7 @@ def test_float16_inputs_keep_small_gains():
     small = {"obs_noise": 100.0, "process_noise": 1e-5, "covariance": 1e-5 * torch.eye(3), "mean": 0.0}
     inputs |= {name: torch.zeros_like(inputs[name]) + torch.as_tensor(x).to(DEVICE) for name, x in small.items()}
     got, want = (
-        answer(run, {name: x.to(kind) for name, x in inputs.items()} if kind else inputs, None, False)[0]
+        answer(run, None, False, {name: x.to(kind) for name, x in inputs.items()} if kind else inputs)[0]
         for run, kind in ((fused.dense, None), (reference.dense, torch.float64))
     )
     assert relative_error(got, want) < 1e-3  # the final mean, in float32; gains are about 1e-7, float16 ends at 6e-8
@@ -153,7 +151,7 @@ def test_float16_inputs_keep_small_gains():
 @pytest.mark.parametrize("value", [-30.0, -1e3])
 def test_strong_decays_give_finite_results(value, decay):
     inputs = arguments(1, 20, (1, 1), (3, 2), decay)
-    got = answer(fused.dense, inputs | {"log_decay": torch.full_like(inputs["log_decay"], value)}, None, True)
+    got = answer(fused.dense, None, True, inputs | {"log_decay": torch.full_like(inputs["log_decay"], value)})
     assert all(bool(torch.isfinite(x).all()) for x in got)
 
 

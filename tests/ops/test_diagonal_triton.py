@@ -3,8 +3,11 @@
 Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
 
+from functools import partial
+
 import pytest
 import torch
+from agreement import check_agreement
 
 pytest.importorskip("triton")
 
@@ -17,10 +20,12 @@ from kalmix.ops._diagonal.triton.plan import tile_size
 from kalmix.ops._shared.custom_op import PriorSwitch
 from kalmix.ops._shared.triton.tiles import contiguous_rows
 from kalmix.segments import Segments
-from kalmix.testing.tolerances import budgets, relative_error
+from kalmix.testing.heads import draw_weights
+from kalmix.testing.tolerances import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("q", "k", "v", "precision", "log_decay", "process_noise", "mean", "var")
+AXES = dict(zip(NAMES, (2, 2, 2, 2, 0, 0, 1, 1), strict=True))  # of the heads
 HALF = torch.bfloat16
 
 
@@ -39,32 +44,25 @@ def arguments(batch, length, heads, slots, channels, sequences=None, dtype=torch
     return {name: x.to(DEVICE) for name, x in zip(NAMES, values, strict=True)}
 
 
-def answer(function, inputs, segments, variance):
-    """Return outputs, and gradients of their sum with weights that every dtype represents exactly."""
+def output_axes(variance):
+    """Return the axis of the heads of each output."""
+    return {"mean": 2} | ({"variance": 2} if variance else {}) | {"last mean": 1, "last variance": 1}
+
+
+def answer(function, segments, variance, inputs, count=1):
+    """Return outputs, and gradients of their weighted sum; `count` problems have joined heads."""
     leaves = [x.detach().requires_grad_() for x in inputs.values()]
     mean, var, belief = function(DiagonalSignals(*leaves[:6]), DiagonalBelief(*leaves[6:]), segments, variance)
     outputs = [x for x in (mean, var, *belief) if x is not None]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    weights = draw_weights(outputs, [*output_axes(variance).values()], count)
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, leaves, weights))
 
 
 def check(inputs, segments=None, variance=True, run=fused.diagonal):
     """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(run, inputs, segments, variance)
-    exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(reference.diagonal, exact, segments, variance)
-    allowed = budgets(
-        lambda moved: answer(reference.diagonal, moved, segments, variance),
-        exact,
-        torch.float32,
-        [x.dtype for x in got],
-    )
-    outputs = ["mean", *["variance"] * variance, "last mean", "last variance", *(f"d {name}" for name in NAMES)]
-    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
-        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
-        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+    got, exactly = answer(run, segments, variance, inputs), partial(answer, reference.diagonal, segments, variance)
+    check_agreement(got, exactly, inputs, AXES, output_axes(variance))
 
 
 RUNS = Segments.of(torch.tensor([[0, 3, 103], [1, 0, 10], [0, 103, 136], [1, 50, 50], [1, 60, 140]]))
@@ -129,7 +127,7 @@ def test_64k_tokens_without_decay_lose_nothing():
 @pytest.mark.skipif(DEVICE == "cpu", reason="numpy always gives the same bits")
 def test_two_calls_are_bitwise_equal():
     inputs = arguments(1, 70, (1, 2), 4, 6)
-    first, second = (answer(fused.diagonal, inputs, None, True) for _ in range(2))
+    first, second = (answer(fused.diagonal, None, True, inputs) for _ in range(2))
     assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
 
 
@@ -152,7 +150,7 @@ def test_slices_of_a_projection_are_not_copied():
     whole = torch.cat([inputs["q"], inputs["k"], inputs["v"]], dim=-1)
     sliced = dict(zip(NAMES, (*whole.split(4, dim=-1), *list(inputs.values())[3:]), strict=True))
     for x, y in zip(
-        answer(fused.diagonal, sliced, None, True), answer(fused.diagonal, inputs, None, True), strict=True
+        answer(fused.diagonal, None, True, sliced), answer(fused.diagonal, None, True, inputs), strict=True
     ):
         assert torch.equal(x, y)
 

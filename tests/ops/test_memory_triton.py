@@ -4,10 +4,12 @@ Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
 
 import math
+from functools import partial
 from itertools import product
 
 import pytest
 import torch
+from agreement import check_agreement
 from memory_arguments import DEVICE, arguments
 
 pytest.importorskip("triton")
@@ -22,41 +24,33 @@ from kalmix.ops._linear_memory.custom_op import final_memory
 from kalmix.ops._linear_memory.triton.vector_decay_pairs import GROUP_KEYS, MODERATE_DECAY
 from kalmix.ops._shared.custom_op import PriorSwitch
 from kalmix.segments import Segments
+from kalmix.testing.heads import draw_weights
 from kalmix.testing.nan_fill import nan_filled_memory
-from kalmix.testing.tolerances import budgets, relative_error
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 RUNS = Segments.of(torch.tensor([[0, 2, 69], [1, 0, 7], [0, 69, 70], [1, 7, 7], [1, 9, 52]]))
 
 
-def answer(op, kernel, inputs, segments):
-    """Return outputs, and gradients of their sum with weights that every dtype represents exactly."""
+OUTPUTS = {"mean": 2, "last": 1}  # axis of the heads
+
+
+def answer(op, kernel, segments, inputs, count=1):
+    """Return outputs, and gradients of their weighted sum; `count` problems have joined heads."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     signals = {name: x for name, x in leaves.items() if name != "mean"}
     mean, _, belief = OPS[op].function(**signals, belief=PointBelief(leaves["mean"]), segments=segments, kernel=kernel)
     outputs = [mean, belief.mean]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    weights = draw_weights(outputs, [*OUTPUTS.values()], count)
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
 
 
 def check(op, inputs, segments=None):
     """Compare outputs and gradients with the float64 recursion; the tolerance is the effect of rounding its inputs."""
     segments = None if segments is None else Segments(segments.rows.to(DEVICE))
-    got = answer(op, "triton", inputs, segments)
-    exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(op, "reference", exact, segments)
-    dtype = inputs["q"].dtype
-    allowed = budgets(
-        lambda moved: answer(op, "reference", moved, segments),
-        exact,
-        torch.float32,
-        [x.dtype for x in got],
-        dtype if dtype != FLOAT else None,
-    )
-    for name, x, y, budget in zip(["mean", "last", *(f"d {x}" for x in inputs)], got, want, allowed, strict=True):
-        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
-        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+    got, dtype = answer(op, "triton", segments, inputs), inputs["q"].dtype
+    axes = {name: 1 if name == "mean" else 2 for name in inputs}
+    exactly = partial(answer, op, "reference", segments)
+    check_agreement(got, exactly, inputs, axes, OUTPUTS, dtype if dtype != FLOAT else None)
 
 
 SHAPES = [  # op, gain, decay, batch, tokens, (key heads, value heads), key width, value width, segments, dtype

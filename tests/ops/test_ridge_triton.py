@@ -5,6 +5,7 @@ Without a GPU, kernels run in Triton's interpreter at small sizes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from agreement import check_agreement
 from launch_log import log_launches
 
 from kalmix.beliefs import RidgeBelief
@@ -22,11 +24,13 @@ from kalmix.ops._ridge import reference
 from kalmix.ops._ridge.signals import RidgeSignals
 from kalmix.ops._ridge.triton import backward as triton_backward
 from kalmix.segments import Segments
-from kalmix.testing.tolerances import budgets, relative_error
+from kalmix.testing.heads import draw_weights
+from kalmix.testing.tolerances import relative_error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HALF = torch.bfloat16
 NAMES = ("q", "k", "v", "log_decay", "gain", "mix", "cross", "gram")
+OUTPUTS = {"variance": 2, "cross": 1, "gram": 1, "mean": 2}  # axis of the heads
 CONVERGED = {Adaptive(0.5): Chebyshev(14), Adaptive(0.02): Chebyshev(60), Fixed(0.25): Chebyshev(40)}
 CONVERGED |= {Adaptive(0.3): ConjugateGradient(20)}
 
@@ -63,16 +67,17 @@ def arguments(
     return {name: x.to(DEVICE) for name, x in inputs.items() if name not in without}
 
 
-def answer(function: Any, inputs: dict[str, Tensor], segments: Segments | None, strength: Any) -> list[Tensor]:
-    """Return outputs, and gradients of a sum with weights that every dtype represents exactly."""
+def answer(
+    function: Any, segments: Segments | None, strength: Any, inputs: dict[str, Tensor], count: int = 1
+) -> list[Tensor]:
+    """Return outputs, and gradients of their weighted sum; `count` problems have joined heads."""
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items()}
     *signals, cross, gram = (leaves.get(name) for name in NAMES)
     assert cross is not None and gram is not None
     belief = RidgeBelief(cross, (gram + gram.mT) / 2)
     result = function(RidgeSignals(*signals), belief, segments, True, strength, CONVERGED[strength])
     outputs = [result.variance, *result.belief, result.mean]
-    draw = torch.Generator().manual_seed(1)
-    weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+    weights = draw_weights(outputs, [*OUTPUTS.values()], count)
     return [x.detach() for x in outputs] + list(torch.autograd.grad(outputs, list(leaves.values()), weights))
 
 
@@ -106,38 +111,27 @@ def test_triton_agrees_with_reference(shape: tuple[Any, ...]) -> None:
     """Outputs and gradients agree with the float64 reference, within the effect of rounding the inputs."""
     batch, length, heads, widths, without, segments, strength, dtype = shape
     inputs = arguments(batch, length, heads, widths, without, None if segments is None else segments.count, dtype)
-    check_agreement(inputs, None if segments is None else Segments(segments.rows.to(DEVICE)), strength, dtype)
+    check_kernel(inputs, None if segments is None else Segments(segments.rows.to(DEVICE)), strength, dtype)
 
 
 def test_strong_decay_of_one_token_keeps_precision_of_others() -> None:
     """Small log-decays keep their digits in sums with very large ones."""
     inputs = arguments(1, 18, (1, 1), (5, 4))
     inputs["log_decay"][:, [3, 9]] = -1e38
-    check_agreement(inputs, None, STRONG, torch.float32)
+    check_kernel(inputs, None, STRONG, torch.float32)
 
 
-def check_agreement(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, dtype: torch.dtype) -> None:
-    got = answer(fused.ridge, inputs, segments, strength)
-    exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(reference.ridge, exact, segments, strength)
-    allowed = budgets(
-        lambda moved: answer(reference.ridge, moved, segments, strength),
-        exact,
-        torch.float32,
-        [x.dtype for x in got],
-        HALF if dtype == HALF else None,
-    )
-    outputs = ["variance", "cross", "gram", "mean", *(f"d {name}" for name in inputs)]
-    for name, x, y, budget in zip(outputs, got, want, allowed, strict=True):
-        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
-        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+def check_kernel(inputs: dict[str, Tensor], segments: Segments | None, strength: Any, dtype: torch.dtype) -> None:
+    got, exactly = answer(fused.ridge, segments, strength, inputs), partial(answer, reference.ridge, segments, strength)
+    axes = {name: OUTPUTS.get(name, 2) for name in inputs}  # the prior has the fields of the last belief
+    check_agreement(got, exactly, inputs, axes, OUTPUTS, HALF if dtype == HALF else None)
 
 
 def test_zero_keys_give_finite_results() -> None:
     inputs = arguments(1, 20, (1, 1), (4, 4))
     inputs["k"][:, :18] = 0
     inputs |= {name: torch.zeros_like(inputs[name]) for name in ("cross", "gram")}
-    assert all(bool(torch.isfinite(x).all()) for x in answer(fused.ridge, inputs, None, USUAL))
+    assert all(bool(torch.isfinite(x).all()) for x in answer(fused.ridge, None, USUAL, inputs))
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="logs launches without running them")

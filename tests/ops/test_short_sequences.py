@@ -3,8 +3,11 @@
 Without a GPU, Triton's interpreter runs the kernels, with small inputs.
 """
 
+from functools import partial
+
 import pytest
 import torch
+from agreement import check_agreement
 from memory_arguments import DEVICE, arguments
 
 pytest.importorskip("triton")
@@ -15,8 +18,8 @@ from kalmix.ops._linear_memory.custom_op import stored_shapes, tile_size
 from kalmix.ops._shared.token_blocks import tokens_per_tile
 from kalmix.ops._shared.triton.tiles import make_tile_tables
 from kalmix.segments import Segments
+from kalmix.testing.heads import draw_weights
 from kalmix.testing.nan_fill import nan_filled_memory
-from kalmix.testing.tolerances import budgets, relative_error
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 PRIOR = ("prior", "gram", "variance")  # names of the tensors of a prior
@@ -97,8 +100,11 @@ def diagonal_arguments(tokens, sequences, slots, channels, dtype):
     return {name: x.to(DEVICE) for name, x in inputs.items()}
 
 
-def answer(op, kernel, inputs, segments, prior, final):
-    """Return outputs, and gradients of a weighted sum of the mean and, if `final`, the final belief."""
+def answer(op, kernel, segments, prior, final, inputs, count=1):
+    """Return outputs, and gradients of a weighted sum of the mean and, if `final`, the final belief.
+
+    `count` problems have joined heads.
+    """
     leaves = {name: x.detach().requires_grad_() for name, x in inputs.items() if prior or name not in PRIOR}
     signals = {name: x for name, x in leaves.items() if name not in PRIOR}
     belief = None
@@ -114,8 +120,7 @@ def answer(op, kernel, inputs, segments, prior, final):
     with nan_filled_memory():
         mean, _, last = OPS[op].function(**signals, **options)
         outputs = [mean, *last]
-        draw = torch.Generator().manual_seed(1)
-        weights = [(torch.randint(-8, 9, x.shape, generator=draw) / 4).to(x) for x in outputs]
+        weights = draw_weights(outputs, [2] + [1] * len(last), count)
         used = len(outputs) if final else 1
         grads = torch.autograd.grad(outputs[:used], list(leaves.values()), weights[:used])
     return [x.detach() for x in outputs] + list(grads)
@@ -131,22 +136,13 @@ def check(op, inputs, segments, prior, final):
         prior: whether to pass the prior.
         final: whether the final belief has a gradient.
     """
-    leaves = [x for x in inputs if prior or x not in PRIOR]
-    got = answer(op, "triton", inputs, segments, prior, final)
-    exact = {name: x.double() for name, x in inputs.items()}
-    want = answer(op, "reference", exact, segments, prior, final)
-    dtype = inputs["q"].dtype
-    allowed = budgets(
-        lambda moved: answer(op, "reference", moved, segments, prior, final),
-        exact,
-        torch.float32,
-        [x.dtype for x in got],
-        dtype if dtype != FLOAT else None,
-    )
-    names = ["mean", *["last"] * (len(got) - 1 - len(leaves)), *(f"d {x}" for x in leaves)]
-    for name, x, y, budget in zip(names, got, want, allowed, strict=True):
-        error = relative_error(x, y) if y.norm() > 0 else float(x.norm())
-        assert error <= budget, f"{name}: {error:.2e}, allowed {budget:.2e}"
+    inputs = {name: x for name, x in inputs.items() if prior or name not in PRIOR}
+    cells = ("log_decay", "process_noise") if op == "diagonal" else ()
+    axes = {name: 1 if name in PRIOR else 0 if name in cells else 2 for name in inputs}
+    got, dtype = answer(op, "triton", segments, prior, final, inputs), inputs["q"].dtype
+    outputs = {"mean": 2} | {f"last {name}": 1 for name in OPS[op].belief._fields}
+    exactly = partial(answer, op, "reference", segments, prior, final)
+    check_agreement(got, exactly, inputs, axes, outputs, dtype if dtype != FLOAT else None)
 
 
 BELIEFS = [(False, False), (False, True), (True, False), (True, True)]

@@ -217,7 +217,8 @@ def tolerances(name, signals, prior, dtype):
         return [x for x in result[:2] if x is not None] + parts(result.belief)
 
     state = belief_dtype(dtype)
-    return budgets(outputs, inputs, state, [dtype, *[state] * (len(outputs(inputs)) - 1)])
+    expected = outputs(inputs)
+    return budgets(outputs, inputs, expected, state, [dtype, *[state] * (len(expected) - 1)])
 
 
 COSTLY = ("ridge-conjugate", "dense-heads", "dense-turning")  # in the interpreter; `ridge` and `dense` stay

@@ -11,8 +11,8 @@ from torch.autograd import forward_ad
 from kalmix.errors import KernelError
 from kalmix.ops._shared.kernel import TRANSFORMS
 from kalmix.testing.cases import Case, outputs
-from kalmix.testing.measure import Measurement, compare, differentiable, exact
-from kalmix.testing.tolerances import Tensors, budgets
+from kalmix.testing.measure import Measurement, OracleFunction, cached_expected, compare, differentiable, exact
+from kalmix.testing.tolerances import Tensors
 from kalmix.types import Filtered
 
 Run = Callable[[Tensors], Filtered]
@@ -103,13 +103,15 @@ def measure(case: Case, derive: Derive) -> list[Measurement]:
     """Compare a kernel's derivative with the oracle's, which is computed by another method if `EXPECTED_BY` has one."""
     inputs = case.inputs()
     direction = directions(case, inputs)
+    compute = EXPECTED_BY.get(derive, derive)
 
-    def expected_outputs(x: Tensors) -> list[Tensor]:
-        return EXPECTED_BY.get(derive, derive)(case.run_oracle, x, exact(direction))
+    def expected_outputs(x: Tensors, count: int) -> list[Tensor]:
+        return compute(case.run_oracle, x, exact(direction))
 
-    got, expected = derive(case.run, inputs, direction), expected_outputs(exact(inputs))
-    allowed = budgets(expected_outputs, exact(inputs), case.state_dtype, [x.dtype for x in got], case.product_dtype)
-    return compare([f"{derive.__name__}[{i}]" for i in range(len(got))], got, expected, allowed)
+    got = derive(case.run, inputs, direction)
+    function = OracleFunction(compute.__name__, expected_outputs, None, list(direction.values()))
+    expected = cached_expected(case, function, [x.dtype for x in got], inputs)
+    return compare([f"{derive.__name__}[{i}]" for i in range(len(got))], got, *expected)
 
 
 def assert_refused(case: Case, derive: Derive, names: list[str]) -> None:

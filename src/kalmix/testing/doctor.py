@@ -60,8 +60,8 @@ def check(case: Case, unsupported_reason: str | None = None) -> Check:
     rows = case.packing()
     whole, packed = case.inputs(), case.inputs(sequences=rows.count)
     try:
-        found = [*measure.forward(case, whole), *measure.gradients(case, whole)]
-        found += [*measure.forward(case, packed, rows), *measure.gradients(case, packed, rows)]
+        found = measure.forward_and_gradients(case, whole)
+        found += measure.forward_and_gradients(case, packed, rows)
     except Exception as error:  # any failure is part of the report
         return Check(*named, "", float("inf"), 0.0, False, f"{type(error).__name__}: {error}".splitlines()[0])
     worst = max(found, key=lambda m: m.error / m.budget)

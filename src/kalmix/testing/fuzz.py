@@ -32,7 +32,7 @@ from kalmix.ops._shared.environment import HAS_TRITON
 from kalmix.segments import Segments
 from kalmix.testing.cases import PROBLEMS, Case
 from kalmix.testing.draws import SIGNAL_DRAWS, TILE_KERNELS, Draw, draw, fuzzed_ops
-from kalmix.testing.measure import forward, gradients
+from kalmix.testing.measure import forward_and_gradients
 from kalmix.testing.pairs import DYNAMICS, QUERY_SHARE, ROUNDED, attend_pairs
 from kalmix.testing.recursions import FIELDS, SQUARES, filter_tokens, stack_inputs, symmetric
 from kalmix.testing.tolerances import DATA, DRAWS, ROUNDINGS, Tensors, budgets, relative_error
@@ -149,8 +149,7 @@ def measure_problem(case: Draw, device: str) -> list[Quantity]:
     segments = None if case.runs is None else trial.segments(case.runs)
     whole = case.dtype in (torch.float32, torch.float64)
     inputs = trial.wide_inputs(case.sizes["N"]) if whole else trial.inputs(case.sizes["N"])
-    found = [*forward(trial, inputs, segments, 3 * DRAWS), *gradients(trial, inputs, segments, 3 * DRAWS)]
-    return [Quantity(*x) for x in found]
+    return [Quantity(*x) for x in forward_and_gradients(trial, inputs, segments, 3 * DRAWS)]
 
 
 def tolerances(
@@ -169,10 +168,11 @@ def tolerances(
         single_inputs = [{name: y if name in DATA else y.float() for name, y in inputs.items()} for inputs in trials]
         return exact_many(case, weights, single_inputs)
 
+    run = partial(exact, case, weights)
     epsilons = [torch.finfo(dtype).eps for dtype in returned]
     few = case.op != "attend" and case.sizes["T"] > TILE  # long recursions are slow and have many tokens to round
     draws = DRAWS if few else 3 * DRAWS
-    computed = budgets(lambda _: expected, x, torch.float32, returned, draws=draws, exact_many=recompute)
+    computed = budgets(run, x, expected, torch.float32, returned, draws=draws, exact_many=recompute)
     allowed = [e + (budget - e) * (terms / 16) ** 0.5 for e, budget in zip(epsilons, computed, strict=True)]
     if case.op == "dense":  # rounding a covariance p changes gains by eps p / r^2
         statistics: dict[str, Any] = {"certainty": 0.0}
@@ -183,8 +183,8 @@ def tolerances(
     if case.kernel in TILE_KERNELS and case.dtype != torch.float32:
         inputs = {n: y for n, y in x.items() if not n.startswith("rounding.") or n in HALF_INTERMEDIATES}
         straight = [torch.float64] * len(returned)
-        run, run_many = partial(exact, case, weights), partial(exact_many, case, weights)
-        halves = budgets(run, inputs, torch.float64, straight, case.dtype, 3 * DRAWS, run_many)
+        run_many = partial(exact_many, case, weights)
+        halves = budgets(run, inputs, run(inputs), torch.float64, straight, case.dtype, 3 * DRAWS, run_many)
         allowed = [a + b for a, b in zip(allowed, halves, strict=True)]
     return allowed
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from kalmix.segments import Segments
 from kalmix.testing.cases import Case, outputs
+from kalmix.testing.heads import head_axis, repeat_heads, solve_together
 from kalmix.testing.tolerances import DATA, DRAWS, Tensors, budgets, relative_error
 from kalmix.types import Filtered
 
@@ -45,29 +45,56 @@ _CACHE: OrderedDict[bytes, Expected] = OrderedDict()
 _CACHE_SIZE = 256  # entries
 
 
-def _cached_expected(
+class OracleFunction(NamedTuple):
+    """Outputs or derivatives of the oracle.
+
+    Attributes:
+        name: name of the function.
+        compute: computes them from float64 inputs and the number of problems whose heads they join.
+        outputs: name of each, for `head_axis`. `None` if `compute` takes one problem at a time.
+        tensors: other tensors that `compute` uses.
+    """
+
+    name: str
+    compute: Callable[[Tensors, int], list[Tensor]]
+    outputs: list[str] | None
+    tensors: Sequence[Tensor] = ()
+
+
+def cached_expected(
     case: Case,
-    oracle_outputs: Callable[[Tensors], list[Tensor]],
+    function: OracleFunction,
     dtypes: list[torch.dtype],
     inputs: Tensors,
-    segments: Segments | None,
-    weights: list[Tensor],
-    draws: int,
+    segments: Segments | None = None,
+    draws: int = DRAWS,
 ) -> Expected:
-    """Return the oracle's outputs and budgets, from the cache if another kernel had the same inputs."""
+    """Return the oracle's outputs and budgets, from the cache if another kernel had the same inputs.
+
+    Args:
+        case: a case of the problem.
+        function: function of the oracle.
+        dtypes: dtype of each of the kernel's outputs.
+        inputs: inputs of the kernel.
+        segments: sequences that the function uses.
+        draws: number of random roundings for the budgets.
+    """
     given = exact(inputs)
-    key = blake2b(
-        repr((case.name, case.state_dtype, case.product_dtype, dtypes, list(given), len(weights), draws)).encode()
-    )
+    name, compute, outputs, tensors = function
+    named = (case.name, name, case.state_dtype, case.product_dtype, dtypes, list(given), len(tensors), draws)
+    key = blake2b(repr(named).encode())
     rows = [] if segments is None else [segments.rows.cpu()]
-    for x in (*given.values(), *rows, *(w.double() for w in weights)):
+    for x in (*given.values(), *rows, *(x.double() for x in tensors)):
         key.update(repr(tuple(x.shape)).encode() + x.contiguous().numpy().tobytes())
     answer = _CACHE.pop(key.digest(), None)
     if answer is None:
-        answer = (
-            oracle_outputs(given),
-            budgets(oracle_outputs, given, case.state_dtype, dtypes, case.product_dtype, draws),
-        )
+        together = None
+        if outputs is not None:
+            axes = {x: head_axis(x, case.problem.invariant) for x in (*given, *outputs)}
+            together = solve_together(compute, axes, [axes[x] for x in outputs])
+        expected, once = compute(given, 1), lambda x: compute(x, 1)
+        allowed = budgets(once, given, expected, case.state_dtype, dtypes, case.product_dtype, draws, together)
+        answer = expected, allowed
     _CACHE[key.digest()] = answer
     if len(_CACHE) > _CACHE_SIZE:
         _CACHE.popitem(last=False)
@@ -77,11 +104,15 @@ def _cached_expected(
 def expected_outputs(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> Expected:
     """Return the oracle's outputs for a kernel's inputs, and the error budget of each."""
 
-    def oracle_outputs(x: Tensors) -> list[Tensor]:
+    def compute(x: Tensors, count: int) -> list[Tensor]:
         return outputs(case.run_oracle(x, segments and segments.cpu()))
 
-    dtypes = [case.dtype] + [case.state_dtype] * (len(case.quantities) - 1)
-    return _cached_expected(case, oracle_outputs, dtypes, inputs, segments, [], draws)
+    function = OracleFunction("outputs", compute, case.quantities)
+    return cached_expected(case, function, _output_dtypes(case), inputs, segments, draws)
+
+
+def _output_dtypes(case: Case) -> list[torch.dtype]:
+    return [case.dtype] + [case.state_dtype] * (len(case.quantities) - 1)
 
 
 def compare(names: list[str], got: list[Tensor], expected: list[Tensor], allowed: list[float]) -> list[Measurement]:
@@ -100,21 +131,65 @@ def forward(case: Case, inputs: Tensors, segments: Segments | None = None, draws
 
 def gradients(case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS) -> list[Measurement]:
     """Compare the gradients of a random linear function of all outputs, for every signal and the prior."""
-    generator = torch.Generator().manual_seed(case.seed + 1)
-    weights = [
-        torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype)
-        for y in outputs(case.run(inputs, segments))
-    ]
-    oracle_outputs = partial(vjp, partial(case.run_oracle, segments=segments and segments.cpu()), weights)
-    dtypes = [x.dtype for x in differentiable(inputs).values()]
-    expected, allowed = _cached_expected(case, oracle_outputs, dtypes, inputs, segments, weights, draws)
-    got = vjp(partial(case.run, segments=segments), weights, inputs)
-    return compare([f"d {name}" for name in differentiable(inputs)], got, expected, allowed)
+    got, weights = _kernel_gradients(case, inputs, segments)
+
+    def compute(x: Tensors, count: int) -> list[Tensor]:
+        return _oracle_gradients(case, x, segments, weights, count)[1]
+
+    names = list(differentiable(inputs))
+    function = OracleFunction("gradients", compute, names, weights)
+    expected = cached_expected(case, function, [x.dtype for x in got], inputs, segments, draws)
+    return compare([f"d {name}" for name in names], got, *expected)
+
+
+def forward_and_gradients(
+    case: Case, inputs: Tensors, segments: Segments | None = None, draws: int = DRAWS
+) -> list[Measurement]:
+    """Return the measurements of `forward` and of `gradients`; the oracle runs once for both."""
+    read = outputs(case.run(inputs, segments))  # kernels may save nothing if no gradients are required
+    got, weights = _kernel_gradients(case, inputs, segments)
+
+    def compute(x: Tensors, count: int) -> list[Tensor]:
+        found, grads = _oracle_gradients(case, x, segments, weights, count)
+        return found + grads
+
+    names, quantities = list(differentiable(inputs)), case.quantities
+    dtypes = _output_dtypes(case) + [x.dtype for x in got]
+    function = OracleFunction("outputs and gradients", compute, quantities + names, weights)
+    expected = cached_expected(case, function, dtypes, inputs, segments, draws)
+    return compare([*quantities, *(f"d {name}" for name in names)], read + got, *expected)
+
+
+def _oracle_gradients(
+    case: Case, x: Tensors, segments: Segments | None, weights: list[Tensor], count: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return outputs of the oracle and gradients, for `count` problems with joined heads and the same weights."""
+    leaves = with_gradients(x)
+    found = outputs(case.run_oracle(x | leaves, segments and segments.cpu()))
+    weights = repeat_heads(weights, [head_axis(name) for name in case.quantities], count)
+    return [y.detach() for y in found], pull_back(weights, found, leaves)
+
+
+def _kernel_gradients(case: Case, inputs: Tensors, segments: Segments | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return gradients of the kernel, and the weights of the outputs."""
+    generator, leaves = torch.Generator().manual_seed(case.seed + 1), with_gradients(inputs)
+    found = outputs(case.run(inputs | leaves, segments))
+    weights = [torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y.dtype) for y in found]
+    return pull_back(weights, found, leaves), weights
 
 
 def vjp(run: Callable[[Tensors], Filtered], weights: list[Tensor], inputs: Tensors) -> list[Tensor]:
     """Return the gradients of sum(weights * outputs) for every differentiable input."""
-    leaves = {name: x.detach().clone().requires_grad_() for name, x in differentiable(inputs).items()}
-    found = outputs(run(inputs | leaves))
+    leaves = with_gradients(inputs)
+    return pull_back(weights, outputs(run(inputs | leaves)), leaves)
+
+
+def with_gradients(inputs: Tensors) -> Tensors:
+    """Return copies of the differentiable inputs that require gradients."""
+    return {name: x.detach().clone().requires_grad_() for name, x in differentiable(inputs).items()}
+
+
+def pull_back(weights: list[Tensor], found: list[Tensor], leaves: Tensors) -> list[Tensor]:
+    """Return the gradients of sum(weights * found) for every leaf."""
     loss = torch.stack([(w.to(y) * y).sum().double() for w, y in zip(weights, found, strict=True)]).sum()
     return list(torch.autograd.grad(loss, list(leaves.values())))

@@ -13,7 +13,7 @@ independently. A third term allows for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,13 +52,18 @@ def perturb_inputs(inputs: Tensors, epsilon: float, draw: int) -> Tensors:
     return perturbed
 
 
-def perturb_belief(belief: Any, epsilon: float, generator: torch.Generator) -> Any:
-    """Return the belief of one sequence, changed by up to `epsilon`; a history holds inputs and is not changed."""
+def perturb_belief(belief: Any, epsilon: float, generators: Sequence[torch.Generator]) -> Any:
+    """Return the belief of one sequence, changed by up to `epsilon`; a history holds inputs and is not changed.
+
+    Each generator draws the changes of an equal share of the heads.
+    """
     if isinstance(belief, HistoryBelief):
         return belief
     perturbed = []
     for name, x in zip(belief._fields, belief, strict=True):  # type: ignore[attr-defined]
-        noise = (torch.rand(x.shape, generator=generator, dtype=torch.float64) * 2 - 1).to(x.device) * epsilon
+        share = (len(x) // len(generators), *x.shape[1:])
+        drawn = torch.cat([torch.rand(share, generator=each, dtype=torch.float64) for each in generators])
+        noise = (drawn * 2 - 1).to(x.device) * epsilon
         if name in SYMMETRIC:
             noise = noise.tril() + noise.tril(-1).mT
         perturbed.append(x + x * noise)
@@ -68,6 +73,7 @@ def perturb_belief(belief: Any, epsilon: float, generator: torch.Generator) -> A
 def budgets(
     exact: Callable[[Tensors], Sequence[Tensor]],
     inputs: Tensors,
+    expected: Sequence[Tensor],
     compute_dtype: torch.dtype,
     output_dtypes: Sequence[torch.dtype],
     products: torch.dtype | None = None,
@@ -79,14 +85,14 @@ def budgets(
     Args:
         exact: float64 function from inputs to outputs or gradients.
         inputs: float64 tensors.
+        expected: `exact` of the inputs.
         compute_dtype: dtype in which the kernel computes.
         output_dtypes: dtype of each output.
         products: half-precision dtype to which the kernel rounds products, if any.
         draws: number of random roundings; the largest change counts.
         exact_many: function from several inputs to the outputs of `exact` for each. It replaces `exact` for the rounded
-            inputs, all in one call. Beliefs are then not rounded.
+            inputs, all in one call. If it calls the oracle, it must join the heads of all (`heads.solve_together`).
     """
-    expected = exact(inputs)
     allowed = [torch.finfo(dtype).eps for dtype in output_dtypes]
     for dtype, times in ((compute_dtype, ROUNDINGS), (products, PRODUCT_ROUNDINGS)):
         if dtype is None:
@@ -94,18 +100,16 @@ def budgets(
         epsilon = torch.finfo(dtype).eps
         rounded = [perturb_inputs(inputs, epsilon, draw) for draw in range(draws)]
         if exact_many is None:
-            perturbed = [_with_rounded_beliefs(exact, x, epsilon, draw) for draw, x in enumerate(rounded)]
+            perturbed = [_with_rounded_beliefs(exact, x, epsilon, [draw]) for draw, x in enumerate(rounded)]
         else:
-            perturbed = exact_many(rounded)
+            perturbed = _with_rounded_beliefs(exact_many, rounded, epsilon, range(draws))
         for i in range(len(expected)):
             allowed[i] += times * (epsilon + max(relative_error(outputs[i], expected[i]) for outputs in perturbed))
     return allowed
 
 
-def _with_rounded_beliefs(
-    exact: Callable[[Tensors], Sequence[Tensor]], inputs: Tensors, epsilon: float, draw: int
-) -> Sequence[Tensor]:
-    """Call `exact`; the oracle in it rounds the belief after every token."""
-    rounding = partial(perturb_belief, epsilon=epsilon, generator=torch.Generator().manual_seed(draw))
-    with transform_stored_beliefs(rounding):
-        return exact(inputs)
+def _with_rounded_beliefs(function: Callable[[Any], Any], inputs: Any, epsilon: float, draws: Iterable[int]) -> Any:
+    """Call a function of inputs; the oracle in it rounds the belief after every token."""
+    generators = [torch.Generator().manual_seed(draw) for draw in draws]
+    with transform_stored_beliefs(partial(perturb_belief, epsilon=epsilon, generators=generators)):
+        return function(inputs)
