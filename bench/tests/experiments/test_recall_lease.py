@@ -34,6 +34,16 @@ def command(python: str | Path, *arguments: object) -> list[str]:
     return ["bash", str(SCRIPT), "--python", str(python), "--wheels", "none", *map(str, arguments)]
 
 
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
+    """Python whose workers are forks, too, and end at once."""
+    monkeypatch.setattr(workers, "START_METHOD", "fork")
+    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
+    python = WarmPython(tmp_path)
+    yield python
+    python.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -45,20 +55,9 @@ def command(python: str | Path, *arguments: object) -> list[str]:
         ("--out {}/out --work {}/work -- {}/none.jsonl", "none.jsonl"),
     ],
 )
-def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> None:
-    called = command(sys.executable, *options.replace("{}", str(tmp_path)).split())
-    ended = subprocess.run(called, capture_output=True, text=True, check=False)
+def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path, python: WarmPython) -> None:
+    ended = python.run(command(python.path, *options.replace("{}", str(tmp_path)).split()))
     assert ended.returncode == 2 and words in ended.stderr
-
-
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
-    """Python whose workers are forks, too, and end at once."""
-    monkeypatch.setattr(workers, "START_METHOD", "fork")
-    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
-    python = WarmPython(tmp_path)
-    yield python
-    python.close()
 
 
 @pytest.fixture
