@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
+import kalmix_bench.cli
+import kalmix_bench.experiments.recall.report
+import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import these
 from kalmix_bench.experiments.recall import campaign
 from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, PACKAGES, absent_packages, campaign_cells
 from kalmix_bench.experiments.recall.experiment import Recall
@@ -36,7 +38,9 @@ def command(python: str | Path, *arguments: object) -> list[str]:
 
 @pytest.fixture
 def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
-    """Python whose workers are forks, too, and end at once."""
+    """Python whose workers are forks, too, and end at once; the preset `laptop` of MAD has few sequences."""
+    few = [replace(study, parts=(replace(study.parts[0], train=64, test=16),)) for study in BENCHES["mad"]["laptop"]]
+    monkeypatch.setitem(BENCHES["mad"], "laptop", tuple(few))
     monkeypatch.setattr(workers, "START_METHOD", "fork")
     monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
     python = WarmPython(tmp_path)
