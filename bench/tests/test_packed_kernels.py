@@ -1,12 +1,12 @@
 """Triton kernels of packed sequences: how many are compiled, and how much code they have.
 
-Each test is a process of its own, because Triton's interpreter is on in this one.
+The tests share a process of their own, because Triton's interpreter is on in this one.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from pathlib import Path
+import json
 
 import pytest
 
@@ -84,11 +84,31 @@ for kernel in ("forward_kernel", "backward_kernel"):
 """
 
 
-def test_packed_training_compiles_no_kernel_for_other_lengths(tmp_path: Path) -> None:
+RUN_ALL = """
+import json, sys, traceback
+
+failures = {}
+for name, code in json.loads(sys.argv[1]).items():
+    try:
+        exec(code, {"__name__": name})
+    except Exception:
+        failures[name] = traceback.format_exc()
+print(json.dumps(failures))
+"""
+
+
+@pytest.fixture(scope="module")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Run all programs in one process; return the traceback of each that fails."""
+    programs = json.dumps({"lengths": LENGTHS, "size": SIZE})  # the second changes settings of Triton
+    return json.loads(run(tmp_path_factory.mktemp("packed"), "-c", RUN_ALL, programs).splitlines()[-1])
+
+
+def test_packed_training_compiles_no_kernel_for_other_lengths(failures: dict[str, str]) -> None:
     """Sequences have 64 tokens or more on average: shorter ones have smaller tiles."""
-    run(tmp_path, "-c", LENGTHS)
+    assert "lengths" not in failures, failures["lengths"]
 
 
-def test_packed_convolution_has_little_more_code(tmp_path: Path) -> None:
+def test_packed_convolution_has_little_more_code(failures: dict[str, str]) -> None:
     """A pass of Triton 3.6 takes a time that grows with loads and stores, times the square of all operations."""
-    run(tmp_path, "-c", SIZE)
+    assert "size" not in failures, failures["size"]

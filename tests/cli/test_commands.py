@@ -5,8 +5,6 @@ from __future__ import annotations
 import html.parser
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -176,8 +174,3 @@ def test_doctor_prints_each_check_when_it_is_done(kalmix, monkeypatch: pytest.Mo
     monkeypatch.setattr(doctor, "check_all", checks)
     kalmix("doctor")
     assert "first" in printed[0] and "second" in printed[1]
-
-
-def test_module_runs_the_command() -> None:
-    result = subprocess.run([sys.executable, "-m", "kalmix.cli", "--help"], capture_output=True, text=True, check=True)
-    assert all(command in result.stdout for command in ("train", "report", "generate", "inspect", "explain", "doctor"))

@@ -148,31 +148,65 @@ def test_narrow_terminals_cut_nothing(kalmix, line: str) -> None:
     assert "\N{HORIZONTAL ELLIPSIS}" not in result.output and "\N{BOX DRAWINGS LIGHT VERTICAL}" not in result.output
 
 
+# Runs command lines in forks, whose standard output is a device that is always full, or a pipe that nobody reads. Forks
+# leave the loop, so that they end as any Python process does.
+RUN_WITH_OUTPUTS = """
+import json, os, runpy, sys
+import kalmix.cli
+
+ended, waiting = [], json.loads(sys.argv[1])
+while waiting:
+    line, output = waiting.pop(0)
+    read, write = os.pipe()
+    if os.fork() == 0:
+        os.dup2(write, 2)
+        if output == "pipe":
+            unread, target = os.pipe()
+            os.close(unread)
+        else:
+            target = os.open(output, os.O_WRONLY)
+        os.dup2(target, 1)
+        sys.argv[1:] = line.split()
+        runpy.run_module("kalmix.cli", run_name="__main__", alter_sys=True)
+        sys.exit()
+    os.close(write)
+    errors = open(read).read()
+    ended.append([os.waitstatus_to_exitcode(os.wait()[1]), errors])
+print(json.dumps(ended))
+"""
+OUTPUTS = [("--version", "/dev/full"), ("explain", "/dev/full"), ("explain", "pipe")]
+
+
+@pytest.fixture(scope="module")
+def ended() -> dict[tuple[str, str], tuple[int, str]]:
+    """Return exit status and errors of each of `OUTPUTS`."""
+    command = [sys.executable, "-c", RUN_WITH_OUTPUTS, json.dumps(OUTPUTS)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    return {case: tuple(x) for case, x in zip(OUTPUTS, json.loads(result.stdout), strict=True)}
+
+
 @pytest.mark.parametrize(
     "line", ["--help", *(pytest.param(x, marks=pytest.mark.slow) for x in ("explain", "explain nothing"))]
 )
 def test_output_to_an_ascii_terminal_is_ascii(line: str) -> None:
     result = run(*line.split(), env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert "Traceback" not in result.stderr and (result.stdout + result.stderr).isascii()
+    if line == "--help":
+        commands = ("train", "report", "generate", "inspect", "explain", "doctor")
+        assert result.returncode == 0 and all(command in result.stdout for command in commands)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.parametrize("line", ["--version", pytest.param("explain", marks=pytest.mark.slow)])
-def test_full_standard_output_is_one_error(line: str) -> None:
-    with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "kalmix.cli", *line.split()]
-        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
-    assert result.returncode == 1
-    assert re.fullmatch(r"error: .*No space left on device.*\n", result.stderr), result.stderr
+@pytest.mark.parametrize("line", ["--version", "explain"])
+def test_full_standard_output_is_one_error(line: str, ended: dict[tuple[str, str], tuple[int, str]]) -> None:
+    status, errors = ended[line, "/dev/full"]
+    assert status == 1
+    assert re.fullmatch(r"error: .*No space left on device.*\n", errors), errors
 
 
-def test_closed_pipe_ends_a_command_silently() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-m", "kalmix.cli", "explain"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None and process.stderr is not None
-        process.stdout.close()
-        assert process.stderr.read() == b""
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+def test_closed_pipe_ends_a_command_silently(ended: dict[tuple[str, str], tuple[int, str]]) -> None:
+    assert ended["explain", "pipe"][1] == ""
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def start_ranks(function: Callable[..., None], world: int, folder: Path, *argume
 
 def _run(rank: int, limit: float, function: Callable[..., None], *arguments: Any) -> None:
     faulthandler.dump_traceback_later(limit, exit=True)
+    gc.freeze()  # `leave_group` need not look at imported modules
     function(rank, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

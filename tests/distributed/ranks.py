@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -47,11 +47,12 @@ def check_fast(rank: int, world: int, folder: str, names: list[str]) -> None:
     compare_layers(world, memories, torch.float64, 1e-9, (("head-tail", PACKED),), "two-phase")
     with in_spans(3):
         compare_layers(world, memories, torch.float64, 1e-9, (("contiguous", None), ("head-tail", None)), "two-phase")
-        train_without_host_reads("bayesian", world)
+        for layouts in (LAYOUTS, LAYOUTS[::-1]):
+            train_without_host_reads("bayesian", world, layouts)
     compare_layers(world, ["attention"], torch.float64, 1e-9, (("contiguous", [(0, 0, 5), (1, 1, 4)]),))
-    for name in names:
-        if name != "afa":  # the `chunked` kernel of `attend` asks which slots it must read
-            train_without_host_reads(name, world)
+    asked = [name for name in names if name != "afa"]  # the `chunked` kernel of `attend` asks which slots it must read
+    for number, name in enumerate(asked):
+        train_without_host_reads(name, world, LAYOUTS if number % 2 else LAYOUTS[::-1])
     sum_gradients_of_one_rank(rank, world)
     compare_times(world)
     refuse(world)
@@ -142,19 +143,20 @@ def compare_layer(mesh, name, layout, rows, mode, dtype, tolerance, what):
     assert gradients.keys() == {n for n, p in layer.named_parameters() if p.grad is not None}, what
 
 
-def train_without_host_reads(name: str, world: int) -> None:
-    """Train for two steps; in the second, the code around the ops must neither read from the device nor copy to it."""
+def train_without_host_reads(name: str, world: int, layouts: Sequence[str]) -> None:
+    """Train for two steps; in the second, the code around the ops must neither read from the device nor copy to it.
+
+    The first layout is for the mode "gather", the second for a ring or two phases.
+    """
     layer = LAYERS[name]()
-    for layout in LAYOUTS:
-        modes = ("gather", "ring" if name in RINGS else "two-phase")
-        for mode in modes:
-            with ContextParallel(init_device_mesh("cpu", (world,)), layout, **MODES[mode]) as cp:
-                own = cp.shard(torch.randn(2, 24, WIDTH.get(name, 12)))
+    for layout, mode in zip(layouts, ("gather", "ring" if name in RINGS else "two-phase"), strict=True):
+        with ContextParallel(init_device_mesh("cpu", (world,)), layout, **MODES[mode]) as cp:
+            own = cp.shard(torch.randn(2, 24, WIDTH.get(name, 12)))
+            layer(own)[0].sum().backward()
+            read = patch("kalmix.ops._shared.isolation._all_finite", lambda _: False)  # a shortcut on CPUs only
+            copy = patch("torch.tensor", side_effect=AssertionError("a CUDA graph would repeat this copy"))
+            with NoHostReads(), checks(False), read, copy:
                 layer(own)[0].sum().backward()
-                read = patch("kalmix.ops._shared.isolation._all_finite", lambda _: False)  # a shortcut on CPUs only
-                copy = patch("torch.tensor", side_effect=AssertionError("a CUDA graph would repeat this copy"))
-                with NoHostReads(), checks(False), read, copy:
-                    layer(own)[0].sum().backward()
 
 
 def sum_gradients_of_one_rank(rank: int, world: int) -> None:

@@ -47,7 +47,7 @@ def triton(monkeypatch):
 )
 def test_solutions_are_as_exact_as_with_pytorch(width, columns, scale, triton, monkeypatch):
     torch.manual_seed(width)
-    matrix, right = systems(width, columns, scale, batch=(6,))
+    matrix, right = systems(width, columns, scale, batch=(2,) if width == 128 else (6,))
     check(solve(matrix, right), matrix, right)
     monkeypatch.setattr(triton_solve, "unsupported_gpu", lambda _: "Triton is tested")
     check(triton_solve.solve(matrix, right), matrix, right)
@@ -117,7 +117,10 @@ def test_updates_use_the_kernel(monkeypatch):
         torch.testing.assert_close(x, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(("width", "columns", "scale"), [(1, 1, 1.0), (5, 33, 1e3), (33, 2, 1e6), (128, 3, 1e3)])
+WIDEST = pytest.param(128, 3, 1e3, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("width", "columns", "scale"), [(1, 1, 1.0), (5, 33, 1e3), (33, 2, 1e6), WIDEST])
 def test_cuda_code_solves_systems(width, columns, scale, tmp_path):
     """The kernel in CUDA C++, compiled for the CPU; also with pivots beside the diagonal, and with a wrong system."""
     torch.manual_seed(width)

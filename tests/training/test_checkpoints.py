@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import shutil
-import subprocess
-import sys
+import time
 from contextlib import nullcontext
 from dataclasses import replace
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -16,7 +17,7 @@ import pytest
 
 from kalmix import ArgumentError
 from kalmix.errors import FormatError
-from kalmix.files import FORMAT
+from kalmix.files import FORMAT, lock_folder
 from kalmix.training import Recipe
 from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint
 from kalmix.training.run import train
@@ -202,21 +203,21 @@ def test_run_saves_every_so_many_steps_and_keeps_the_newest(recipe, tmp_path: Pa
     assert checkpoints_of(recipe(**settings), tmp_path, monkeypatch) == ["6", "9", "12", "18", "24", "27"]
 
 
-HOLD = """
-import sys, time
-from pathlib import Path
-from kalmix.files import lock_folder
-with lock_folder(Path(sys.argv[1])):
-    print("held", flush=True)
-    time.sleep(600)
-"""
+def hold(folder: Path, held: Event) -> None:
+    with lock_folder(folder):
+        held.set()
+        time.sleep(600)
 
 
 def test_folder_of_a_running_process_is_refused(recipe, tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"held\n"
-        with pytest.raises(ArgumentError, match="where a run is under way"):
-            train(recipe(), tmp_path)
-        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-        other.kill()
+    context = multiprocessing.get_context("fork")
+    held = context.Event()
+    other = context.Process(target=hold, args=(tmp_path, held), daemon=True)
+    other.start()
+    assert held.wait(60)
+    with pytest.raises(ArgumentError, match="where a run is under way"):
+        train(recipe(), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    other.kill()
+    other.join()
     assert train(recipe(steps=1), tmp_path).finished  # the kernel released the lock

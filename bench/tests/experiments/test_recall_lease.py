@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import it
+import kalmix_bench.cli
+import kalmix_bench.experiments.recall.report
+import kalmix_bench.experiments.recall.trainer  # noqa: F401 - each process would import these
 from kalmix_bench.experiments.recall import campaign
 from kalmix_bench.experiments.recall.campaign import MAD_FIRST, MAD_OTHERS, PACKAGES, absent_packages, campaign_cells
 from kalmix_bench.experiments.recall.cell_line import parse_cell
@@ -35,6 +37,18 @@ def command(python: str | Path, *arguments: object) -> list[str]:
     return ["bash", str(SCRIPT), "--python", str(python), "--wheels", "none", *map(str, arguments)]
 
 
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
+    """Python whose workers are forks, too, and end at once; the preset `laptop` of MAD has few sequences."""
+    few = [replace(study, parts=(replace(study.parts[0], train=64, test=16),)) for study in BENCHES["mad"]["laptop"]]
+    monkeypatch.setitem(BENCHES["mad"], "laptop", tuple(few))
+    monkeypatch.setattr(workers, "START_METHOD", "fork")
+    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
+    python = WarmPython(tmp_path)
+    yield python
+    python.close()
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -46,20 +60,9 @@ def command(python: str | Path, *arguments: object) -> list[str]:
         ("--out {}/out --work {}/work -- {}/none.jsonl", "none.jsonl"),
     ],
 )
-def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> None:
-    called = command(sys.executable, *options.replace("{}", str(tmp_path)).split())
-    ended = subprocess.run(called, capture_output=True, text=True, check=False)
+def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path, python: WarmPython) -> None:
+    ended = python.run(command(python.path, *options.replace("{}", str(tmp_path)).split()))
     assert ended.returncode == 2 and words in ended.stderr
-
-
-@pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[WarmPython]:
-    """Python whose workers are forks, too, and end at once."""
-    monkeypatch.setattr(workers, "START_METHOD", "fork")
-    monkeypatch.setattr(workers, "SHUTDOWN_SECONDS", 0.05)
-    python = WarmPython(tmp_path)
-    yield python
-    python.close()
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ import torch
 
 from kalmix import ArgumentError
 from kalmix.files import FORMAT
-from kalmix_bench.runner import scheduler
+from kalmix_bench.runner import scheduler, workers
 from kalmix_bench.runner.cells import Results, digest
 from kalmix_bench.runner.experiment import Experiment
 from kalmix_bench.runner.workers import CellError
@@ -250,7 +250,8 @@ def onto_a_full_disk(cells, on_progress):
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
-def test_a_full_disk_is_reported_with_its_path(tmp_path: Path, jobs: int) -> None:
+def test_a_full_disk_is_reported_with_its_path(tmp_path: Path, jobs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(workers, "START_METHOD", "fork")  # other processes would import torch
     results, _ = places(tmp_path)
     with pytest.raises(OSError, match=f"No space left on device: '{tmp_path}'") as raised:
         run([Square(1), Square(2)], results, onto_a_full_disk, CPU, jobs=jobs)

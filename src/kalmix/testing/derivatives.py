@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from kalmix.errors import KernelError
 from kalmix.ops._shared.kernel import TRANSFORMS
 from kalmix.testing.cases import Case, outputs
-from kalmix.testing.measure import Measurement, cached_expected, compare, differentiable, exact
+from kalmix.testing.measure import Measurement, OracleFunction, cached_expected, compare, differentiable, exact
 from kalmix.testing.tolerances import Tensors
 from kalmix.types import Filtered
 
@@ -109,8 +109,8 @@ def measure(case: Case, derive: Derive) -> list[Measurement]:
         return compute(case.run_oracle, x, exact(direction))
 
     got = derive(case.run, inputs, direction)
-    dtypes, tangents = [x.dtype for x in got], list(direction.values())
-    expected = cached_expected(case, compute.__name__, expected_outputs, None, dtypes, inputs, weights=tangents)
+    function = OracleFunction(compute.__name__, expected_outputs, None, list(direction.values()))
+    expected = cached_expected(case, function, [x.dtype for x in got], inputs)
     return compare([f"{derive.__name__}[{i}]" for i in range(len(got))], got, *expected)
 
 

@@ -45,50 +45,54 @@ _CACHE: OrderedDict[bytes, Expected] = OrderedDict()
 _CACHE_SIZE = 256  # entries
 
 
-Compute = Callable[[Tensors, int], list[Tensor]]  # from inputs and the number of problems whose heads they join
+class OracleFunction(NamedTuple):
+    """Outputs or derivatives of the oracle.
+
+    Attributes:
+        name: name of the function.
+        compute: computes them from float64 inputs and the number of problems whose heads they join.
+        outputs: name of each, for `head_axis`. `None` if `compute` takes one problem at a time.
+        tensors: other tensors that `compute` uses.
+    """
+
+    name: str
+    compute: Callable[[Tensors, int], list[Tensor]]
+    outputs: list[str] | None
+    tensors: Sequence[Tensor] = ()
 
 
 def cached_expected(
     case: Case,
-    what: str,
-    compute: Compute,
-    names: list[str] | None,
+    function: OracleFunction,
     dtypes: list[torch.dtype],
     inputs: Tensors,
     segments: Segments | None = None,
-    weights: Sequence[Tensor] = (),
     draws: int = DRAWS,
 ) -> Expected:
     """Return the oracle's outputs and budgets, from the cache if another kernel had the same inputs.
 
     Args:
         case: a case of the problem.
-        what: name of the function `compute`.
-        compute: computes outputs or derivatives of the oracle from float64 inputs.
-        names: name of each output, for `head_axis`. `None`: `compute` takes one problem at a time.
+        function: function of the oracle.
         dtypes: dtype of each of the kernel's outputs.
         inputs: inputs of the kernel.
-        segments: sequences that `compute` uses.
-        weights: other tensors that it uses.
+        segments: sequences that the function uses.
         draws: number of random roundings for the budgets.
     """
     given = exact(inputs)
-    named = (case.name, what, case.state_dtype, case.product_dtype, dtypes, list(given), len(weights), draws)
+    name, compute, outputs, tensors = function
+    named = (case.name, name, case.state_dtype, case.product_dtype, dtypes, list(given), len(tensors), draws)
     key = blake2b(repr(named).encode())
     rows = [] if segments is None else [segments.rows.cpu()]
-    for x in (*given.values(), *rows, *(w.double() for w in weights)):
+    for x in (*given.values(), *rows, *(x.double() for x in tensors)):
         key.update(repr(tuple(x.shape)).encode() + x.contiguous().numpy().tobytes())
-
-    def once(x: Tensors) -> list[Tensor]:
-        return compute(x, 1)
-
     answer = _CACHE.pop(key.digest(), None)
     if answer is None:
-        expected = once(given)
         together = None
-        if names is not None:
-            axes = {name: head_axis(name, case.problem.invariant) for name in (*given, *names)}
-            together = solve_together(compute, axes, [axes[name] for name in names])
+        if outputs is not None:
+            axes = {x: head_axis(x, case.problem.invariant) for x in (*given, *outputs)}
+            together = solve_together(compute, axes, [axes[x] for x in outputs])
+        expected, once = compute(given, 1), lambda x: compute(x, 1)
         allowed = budgets(once, given, expected, case.state_dtype, dtypes, case.product_dtype, draws, together)
         answer = expected, allowed
     _CACHE[key.digest()] = answer
@@ -103,9 +107,8 @@ def expected_outputs(case: Case, inputs: Tensors, segments: Segments | None = No
     def compute(x: Tensors, count: int) -> list[Tensor]:
         return outputs(case.run_oracle(x, segments and segments.cpu()))
 
-    return cached_expected(
-        case, "forward", compute, case.quantities, _output_dtypes(case), inputs, segments, draws=draws
-    )
+    function = OracleFunction("outputs", compute, case.quantities)
+    return cached_expected(case, function, _output_dtypes(case), inputs, segments, draws)
 
 
 def _output_dtypes(case: Case) -> list[torch.dtype]:
@@ -134,8 +137,8 @@ def gradients(case: Case, inputs: Tensors, segments: Segments | None = None, dra
         return _oracle_gradients(case, x, segments, weights, count)[1]
 
     names = list(differentiable(inputs))
-    dtypes = [x.dtype for x in got]
-    expected = cached_expected(case, "gradients", compute, names, dtypes, inputs, segments, weights, draws)
+    function = OracleFunction("gradients", compute, names, weights)
+    expected = cached_expected(case, function, [x.dtype for x in got], inputs, segments, draws)
     return compare([f"d {name}" for name in names], got, *expected)
 
 
@@ -152,8 +155,8 @@ def forward_and_gradients(
 
     names, quantities = list(differentiable(inputs)), case.quantities
     dtypes = _output_dtypes(case) + [x.dtype for x in got]
-    what = "forward and gradients"
-    expected = cached_expected(case, what, compute, quantities + names, dtypes, inputs, segments, weights, draws)
+    function = OracleFunction("outputs and gradients", compute, quantities + names, weights)
+    expected = cached_expected(case, function, dtypes, inputs, segments, draws)
     return compare([*quantities, *(f"d {name}" for name in names)], read + got, *expected)
 
 
