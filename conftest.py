@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import garbage
 import interpreter
 import pytest
 import torch
@@ -27,7 +28,7 @@ os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # which print where they were 
 
 def pytest_collection_finish() -> None:
     """Exempt the modules imported by then from garbage collection: some tests collect garbage many times."""
-    gc.freeze()
+    garbage.collect_rarely()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,12 +10,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import garbage
 from torch import distributed, multiprocessing
 
 LIMIT = 300  # seconds until a rank that waits for ever prints where it is, and ends
 
 # Ranks are forked from one process that has imported these modules, since importing them takes longer than most tests.
-multiprocessing.set_forkserver_preload(["accelerate", "kalmix.models", "kalmix.training.run", "torch.distributed.fsdp"])
+multiprocessing.set_forkserver_preload(
+    ["garbage", "accelerate", "kalmix.models", "kalmix.training.run", "torch.distributed.fsdp"]
+)
 
 
 def run_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
@@ -48,7 +51,7 @@ def start_ranks(function: Callable[..., None], world: int, folder: Path, *argume
 
 def _run(rank: int, limit: float, function: Callable[..., None], *arguments: Any) -> None:
     faulthandler.dump_traceback_later(limit, exit=True)
-    gc.freeze()  # `leave_group` need not look at imported modules
+    garbage.collect_rarely()
     function(rank, *arguments)
     faulthandler.cancel_dump_traceback_later()
 

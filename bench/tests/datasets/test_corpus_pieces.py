@@ -18,6 +18,11 @@ from kalmix_bench.datasets.corpus_pieces import documents, pack
 LIMIT = 60_000
 
 
+@pytest.fixture(autouse=True)
+def _small_dictionary(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus_pieces, "DICTIONARY", 1 << 20)  # a compressor takes twelve times as much memory
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pieces") / "corpus"
