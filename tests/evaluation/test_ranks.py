@@ -109,9 +109,8 @@ def test_answers_of_two_processes_are_those_of_one(run_folder: Path, tmp_path: P
 
 
 @pytest.mark.slow
-def test_command_under_torchrun_gives_the_results_of_one_process(
-    kalmix, run_folder: Path, data: Path, tmp_path: Path
-) -> None:
+def test_command_under_torchrun_gives_the_results_of_one_process(run_folder: Path, data: Path, tmp_path: Path) -> None:
+    """Other tests give lm-eval other words, so the one process is a new one, too."""
     (tmp_path / "text.txt").write_text(" ".join(random.Random(5).choices(WORDS, k=400)))
     suites = {
         "gka": ("--tasks", "arc_easy,hellaswag,fda"),
@@ -119,12 +118,9 @@ def test_command_under_torchrun_gives_the_results_of_one_process(
     }
     for suite, options in suites.items():
         line = ["eval", run_folder, "--suite", suite, *options, "--data", data, "--device", "cpu", "--output"]
-        result = kalmix(*line, tmp_path / "alone")
-        assert result.status == 0, result.errors
-        line = [*map(str, line), "both"]
-        both = subprocess.run(
-            [*TORCHRUN, "-m", "kalmix.cli", *line], cwd=tmp_path, capture_output=True, text=True, check=False
-        )
+        alone = run([sys.executable], [*line, "alone"], tmp_path)
+        assert alone.returncode == 0, alone.stderr
+        both = run(TORCHRUN, [*line, "both"], tmp_path)
         assert both.returncode == 0, both.stderr
         table = (tmp_path / "alone" / f"{suite}.md").read_text()
         assert (tmp_path / "both" / f"{suite}.md").read_text() == table
@@ -134,11 +130,16 @@ def test_command_under_torchrun_gives_the_results_of_one_process(
             (tmp_path / "both" / "results.json").rename(tmp_path / "both.json")
             compare(tmp_path / "gka.json", tmp_path / "both.json")
     compare(tmp_path / "alone" / "results.json", tmp_path / "both" / "results.json")
-    wrong = [*TORCHRUN, "-m", "kalmix.cli", "eval", str(tmp_path / "nothing"), "--device", "cpu"]
-    failed = subprocess.run(wrong, cwd=tmp_path, capture_output=True, text=True, check=False)
+    failed = run(TORCHRUN, ["eval", tmp_path / "nothing", "--device", "cpu"], tmp_path)
     assert failed.returncode != 0
     errors = [x for x in failed.stderr.splitlines() if x.startswith("error: ")]
     assert len(errors) == 1 and "does not exist" in errors[0]
+
+
+def run(launch: list[str], line: list[Any], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command of kalmix in a new process, or in those of torchrun."""
+    command = [*launch, "-m", "kalmix.cli", *map(str, line)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
 
 
 def compare(alone: Path, both: Path) -> None:
