@@ -86,7 +86,7 @@ checkpoints="$work/checkpoints"
 memory=$(df --output=avail -k /dev/shm 2> /dev/null | tail -1 || true)
 if [ "${memory:-0}" -gt $((12 << 20)) ]; then checkpoints="/dev/shm$work/checkpoints"; fi  # in memory, for speed
 keep() { cp "$work"/run/{results,variations}.jsonl "$work"/run/report.* "$work"/run/*.svg "$out"/ 2> /dev/null || true; }
-(while sleep 15; do keep; done) &  # a call that is killed has its rows, too
+(while sleep 15 &> /dev/null; do keep; done) &  # a call that is killed has its rows, too; no pipe waits for `sleep`
 copying=$!
 trap 'kill $copying 2> /dev/null || true; stop_sharing; keep' EXIT
 status=0

@@ -119,7 +119,7 @@ def _layer(layer: type[nn.Module]) -> Rows:
     if issubclass(layer, tuple(MIXERS.values())):
         yield "variance", "of its output, by filter(x, variance=True)" if layer.has_posterior else "none"
         if layer.includes_mlp:
-            yield "MLP", "has a gate of its own; put no MLP behind it"
+            yield "MLP", "has a gate of its own; published without one behind it"
         if isinstance(layer.design, Design):
             yield "design", layer.design.name
             yield from _design(layer.design)
