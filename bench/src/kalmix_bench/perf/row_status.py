@@ -13,6 +13,9 @@ import torch
 from kalmix.errors import ArgumentError, DesignError, KernelError, NonFiniteError
 from kalmix_bench.runner.experiment import CellStopped
 
+REPEAT = 5.0
+"""Seconds after which a row that goes on past its limit is stopped again: code such as `__del__` ignores errors."""
+
 
 class TimeLimitError(Exception):
     """Signal that a row took too long."""
@@ -36,19 +39,33 @@ def row_or_reason(measure: Callable[[], dict[str, Any]], limit: float) -> dict[s
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeLimitError` in the body after `seconds`; restore the gradient mode on exit."""
+    """Raise `TimeLimitError` if the body takes longer than `seconds`, also where the body hides that error.
+
+    The signal may come inside code that ignores errors (`__del__`), or that fails in another way when it is
+    interrupted (the entry of a `with`). On exit, the gradient mode is as before.
+    """
+    passed: list[TimeLimitError] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise TimeLimitError(f"took longer than {seconds:.0f} s")
+        passed.append(TimeLimitError(f"took longer than {seconds:.3g} s"))
+        raise passed[-1]
 
     gradients, before = torch.is_grad_enabled(), signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
     try:
         yield
+    except CellStopped:
+        raise
+    except Exception as error:
+        if not passed:
+            raise
+        raise passed[0] from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         torch.set_grad_enabled(gradients)  # the signal may come between the start and the body of `torch.no_grad`
+    if passed:
+        raise passed[0]
 
 
 def _status(error: Exception) -> str:
