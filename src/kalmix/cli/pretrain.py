@@ -33,7 +33,7 @@ def run(
             "--set",
             metavar="KEY=VALUE",
             help="Setting that replaces one of the recipe; repeatable. With --resume: paths of data, checkpoints, log; "
-            "with --branch-from also steps, tokens, schedule, cooldown.",
+            "with --branch-from also other shards, steps, tokens, schedule, cooldown.",
         ),
     ] = None,
     output: Annotated[str | None, typer.Option(help="Output folder. Default: runs/TIME.")] = None,

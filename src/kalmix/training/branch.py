@@ -1,7 +1,8 @@
-"""Branches: runs that continue from a checkpoint of another run, with another length or cooldown."""
+"""Branches: runs that continue from a checkpoint of another run, with another length, cooldown or other data."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shutil
@@ -9,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kalmix.errors import ArgumentError
-from kalmix.files import read_json, sync, sync_tree
+from kalmix.files import read_json, sync, sync_tree, write_text
 from kalmix.training.batching import count_steps
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
@@ -17,36 +18,48 @@ from kalmix.training.checkpoints import (
     find_damage,
     list_checkpoints,
     newest_checkpoint,
+    read_input_digests,
+    renew_manifest,
     run_of,
 )
+from kalmix.training.inputs import Digests
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import UNFINISHED_FOLDER
+from kalmix.training.shards.trainer_position import DataPosition
 
+BRANCH_FILE = "branch.json"
+_STATE_FILE = "trainer_state.json"
 _TOLERANCE = 1e-9  # of fractions of a run
 _NAME = "branch_from"
 
 
-def begin_branch(recipe: Recipe, start: Path, output: Path) -> None:
-    """Write the files with which a branch begins: a copy of the checkpoint, the tokenizer and recipe.json.
+def begin_branch(recipe: Recipe, start: Path, output: Path, data: Digests | None) -> None:
+    """Write the files with which a branch begins: a copy of the checkpoint, the tokenizer, recipe.json, branch.json.
 
     `resume=True` then continues it. Files of the checkpoint are linked instead of copied where the file system allows
-    it. The warmup keeps its number of steps, so that the branch equals a run that had its recipe from the start.
+    it. The warmup keeps its number of steps, so that the branch equals a run that had its recipe from the start. If
+    the settings name other shards, or other weights, their data begin at the start.
 
     Args:
         recipe: settings of the branch. Its `warmup` is that of the run.
         start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
         output: folder of the branch.
+        data: digests of the shards; `None` if the branch trains on text.
 
     Raises:
         ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
-            checkpoint, or the branch at its step, is in the cooldown; the branch ends before.
+            checkpoint, or the branch at its step, is in the cooldown; the branch ends before; other shards have another
+            tokenizer, or the run trains on text and the branch on shards, or the reverse.
     """
     run = run_of(start)
     before, checkpoint = Recipe.load(run), _find(start, run)
+    restarts = _has_other_data(before, recipe, checkpoint, data)
     recipe = _plan(before, recipe, checkpoint)
     folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
+    if restarts and data is not None:
+        _restart_data(unfinished / checkpoint.name, data)
     sync_tree(unfinished)
     other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
     shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
@@ -54,7 +67,43 @@ def begin_branch(recipe: Recipe, start: Path, output: Path) -> None:
     (unfinished / checkpoint.name).rename(folder / checkpoint.name)
     unfinished.rmdir()
     sync(folder)
+    origin = {"run": str(run.resolve()), "step": checkpoint_step(checkpoint), "data": "new" if restarts else "same"}
+    write_text(output / BRANCH_FILE, json.dumps(origin, indent=1) + "\n")
     recipe.save(output)
+
+
+def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: Digests | None) -> bool:
+    """Return whether the settings of a branch name other shards, or other weights of them, than those of its run."""
+    if (before.shards is None) != (recipe.shards is None):
+        kinds = {True: "text", False: "shards"}
+        problem = f"trains on {kinds[before.shards is None]}, and the branch on {kinds[recipe.shards is None]}"
+        raise ArgumentError(_NAME, problem=problem, expected="the same kind of data")
+    if data is None or recipe.shards == before.shards:  # files that changed without a new name are refused later
+        return False
+    saved = read_input_digests(checkpoint)
+    if data["tokenizer"] != saved["tokenizer"]:
+        expected = "shards that `kalmix data prepare --tokenizer` made with the tokenizer of the run"
+        raise ArgumentError("shards", problem="have another tokenizer than the run", expected=expected)
+    return data["shards"] != saved["shards"] or _shares(recipe) != _shares(before)
+
+
+def _shares(recipe: Recipe) -> list[float]:
+    """Return the fraction of the training sequences of each folder of shards."""
+    weights = list(recipe.shards.values()) if isinstance(recipe.shards, dict) else [1.0]
+    return [weight / sum(weights) for weight in weights]
+
+
+def _restart_data(checkpoint: Path, data: Digests) -> None:
+    """Let the run of a checkpoint read other data, from the start.
+
+    Args:
+        checkpoint: copy of a checkpoint; its files may be links.
+        data: digests of the data.
+    """
+    state = read_json(checkpoint / _STATE_FILE)
+    state["stateful_callbacks"][DataPosition.__name__] = DataPosition.at_start()
+    write_text(checkpoint / _STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    renew_manifest(checkpoint, data, _STATE_FILE)
 
 
 def _find(start: Path, run: Path) -> Path:
@@ -82,7 +131,7 @@ def _plan(before: Recipe, recipe: Recipe, checkpoint: Path) -> Recipe:
         if each.schedule == "cosine":
             expected = "'trapezoid' or 'wsd', which have a constant rate to branch from"
             raise ArgumentError("schedule", got="'cosine'", expected=expected)
-    row = next(row for row in reversed(read_json(checkpoint / "trainer_state.json")["log_history"]) if "tokens" in row)
+    row = next(row for row in reversed(read_json(checkpoint / _STATE_FILE)["log_history"]) if "tokens" in row)
     step, step_tokens = checkpoint_step(checkpoint), row["tokens"] // row["step"]
     old, new = count_steps(before, step_tokens), count_steps(recipe, step_tokens)
     assert old is not None and new is not None

@@ -116,6 +116,20 @@ def write_manifest(checkpoint: Path, processes: int, sequences: int, inputs: dic
     write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
 
 
+def renew_manifest(checkpoint: Path, inputs: dict[str, str], changed: str) -> None:
+    """Write the manifest of a checkpoint again, whose run will read other data.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        inputs: digests of the data.
+        changed: the file that has changed.
+    """
+    manifest = read_json(checkpoint / MANIFEST_FILE)
+    files = {**manifest["files"], changed: _fingerprint(checkpoint / changed)}
+    written = {**manifest, "inputs": inputs, "files": files}
+    write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
+
+
 def _files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST_FILE)
 

@@ -8,6 +8,7 @@ Files of a run:
 - `history.json`: log of the Trainer.
 - `tensorboard/`: the same, for TensorBoard.
 - `inputs.json`: digests of text or shards, and of the tokenizer.
+- `branch.json`: for a branch, the run and step that it came from.
 
 `kalmix report` adds `result.json` and figures to a finished run (`kalmix.training.evaluation`).
 """
@@ -139,7 +140,8 @@ def train(
             RUN/checkpoint-N, or RUN for its newest intact checkpoint. `recipe` has the settings of that run, except for
             those in `kalmix.training.recipe.BRANCHED` and `CHANGEABLE`. Neither the run nor the branch may be in its
             cooldown at that step. The warmup keeps its number of steps. The branch equals a run with the recipe that is
-            written to `output`, and does not need the other run once it has begun.
+            written to `output`, and does not need the other run once it has begun. Other `recipe.shards`, or other
+            weights, begin at the start of their data; their tokenizer must be the same.
         callbacks: further callbacks of the Hugging Face Trainer, objects or classes.
 
     Returns:
@@ -181,7 +183,8 @@ def train(
         _peer_errors(recipe, output),
     ):
         if branch_from is not None:
-            recipe, resume = _branch(recipe, output, Path(branch_from), state), True
+            data = source.digests(output) if recipe.shards is not None else None
+            recipe, resume = _branch(recipe, output, Path(branch_from), data), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
 
@@ -225,13 +228,14 @@ def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequ
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
 
-def _branch(recipe: Recipe, output: Path, start: Path, state: PartialState) -> Recipe:
-    """Begin a branch in the main process; return its recipe in all."""
+def _branch(recipe: Recipe, output: Path, start: Path, data: inputs.Digests | None) -> Recipe:
+    """Begin a branch in the main process; return its recipe in all. `data` are the digests of its shards."""
+    state = process_state()
     with state.main_process_first():
         if state.is_main_process:
             _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
             _check_new(output)
-            begin_branch(recipe, start, output)
+            begin_branch(recipe, start, output, data)
     return Recipe.load(output)
 
 

@@ -48,6 +48,11 @@ class DataPosition(TrainerCallback, ExportableState):
         """Return the position as the Trainer stores it in trainer_state.json."""
         return {"args": {}, "attributes": {"position": self.loader.state_dict()}}
 
+    @staticmethod
+    def at_start() -> dict[str, Any]:
+        """Return what a checkpoint stores instead if training is to resume at the start of other data."""
+        return {"args": {}, "attributes": {"position": None}}
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any
     ) -> None:
@@ -59,7 +64,9 @@ class DataPosition(TrainerCallback, ExportableState):
         if not args.ignore_data_skip:
             raise ArgumentError("ignore_data_skip", got=False, expected="True, since the loader restores its position")
         stored = stored[-1] if isinstance(stored, list) else stored
-        self.loader.load_state_dict(stored["attributes"]["position"])
+        position = stored["attributes"]["position"]
+        if position is not None:
+            self.loader.load_state_dict(position)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **given: Any) -> None:
         """Set `epoch` of the log, for which the Trainer counts the steps of the present session only."""
