@@ -9,9 +9,12 @@ from pathlib import Path
 import pytest
 
 import kalmix_bench.experiments.language.run  # noqa: F401 - each process would import it
+from kalmix.training.shards import Manifest
+from kalmix_bench.experiments.language import corpus
 from kalmix_bench.experiments.language.architectures import LAYERS
-from kalmix_bench.experiments.language.protocol import PRESETS
-from kalmix_bench.runner import workers
+from kalmix_bench.experiments.language.protocol import MAIN, PRESETS, TUNE, LanguageCell
+from kalmix_bench.runner import scheduler, workers
+from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.limited import UNFINISHED
 
 from .clock import DEADLINE, set_clock
@@ -47,6 +50,8 @@ def test_the_paper_preset_compares_all_layers(kalmix, tmp_path: Path) -> None:
         ("--rates fast", "`rates` is 'fast'"),
         ("--rates 1e-3,-1", "`rates` is -1"),
         ("--seeds 0", "`seeds` is 0"),
+        ("--rates 1e-3 --tuned-on any", "`tuned_on` is given with a single rate"),
+        ("--stage tune --tuned-on any", "`tuned_on` is given with `--stage tune`"),
         ("--tokens 0", "`tokens` is 0"),
         ("--warmup 1.5", "`warmup` is 1.5"),
         ("--dry-run --gpu Z80", "`gpu` is 'Z80'"),
@@ -97,3 +102,29 @@ def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(
     assert again.status == 0, again.errors
     assert (tmp_path / "report" / "report.csv").read_text() == (output / "report.csv").read_text()
     assert (tmp_path / "report" / "language.svg").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("options", "rate"), [((), 1e-2), (("--tuned-on", "other"), 2e-2), (("--tuned-on", "any"), 4e-2)], ids=str
+)
+def test_main_takes_its_rate_from_the_rows_of_a_corpus(
+    kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], rate: float
+) -> None:
+    """Rows of the stage main, and of models of another size, do not count."""
+    asked: list[LanguageCell] = []
+    monkeypatch.setattr(Manifest, "load", lambda folder: None)
+    monkeypatch.setattr(corpus, "digest", lambda manifest: "own")
+    monkeypatch.setattr(scheduler, "run", lambda experiment, cells, *others, **more: asked.extend(cells) or {})
+    laptop = PRESETS["laptop"]
+    losses = {("own", 1e-2): 3.0, ("own", 2e-2): 3.1, ("other", 1e-2): 2.9, ("other", 2e-2): 2.8, ("third", 4e-2): 2.7}
+    cells = {LanguageCell(TUNE, "kla", laptop.tune, rate, 0, name): loss for (name, rate), loss in losses.items()}
+    larger = replace(laptop.tune, tokens=2 * laptop.tune.tokens)
+    cells[LanguageCell(TUNE, "kla", larger, 8e-2, 0, "other")] = 0.1
+    cells[LanguageCell(MAIN, "kla", laptop.main, 8e-2, 0, "other")] = 0.1
+    Results(tmp_path / "results.jsonl").add(
+        [{**cell.to_dict(), "loss": loss, "seconds": 1.0, "versions": {}} for cell, loss in cells.items()]
+    )
+    stage = () if options else ("--stage", "main")
+    result = kalmix("bench", "language", "--layer", "kla", *stage, *options, "--shards", tmp_path, "--output", tmp_path)
+    assert not result.errors
+    assert [(cell.stage, cell.learning_rate, cell.corpus) for cell in asked] == [(MAIN, rate, "own")]

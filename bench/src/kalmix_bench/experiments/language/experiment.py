@@ -42,6 +42,7 @@ from kalmix_bench.runner.progress import progress
 
 ALL_STAGES = "all"
 EQUAL_FIELDS = ("stage", "corpus", "size", "optimizer")  # of rows whose learning rates are compared
+ANY_CORPUS = "any"
 LAYER = (
     """Layer, such as kla or kla+attention, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's."""
 )
@@ -102,13 +103,17 @@ class Language(Experiment[LanguageCell]):
 
 
 class _Choice(NamedTuple):
-    """Choices of a command: preset, layers, learning rates to compare, seeds, and whether each stage runs."""
+    """Choices of a command: preset, layers, learning rates to compare, seeds, and whether each stage runs.
+
+    `tuned_on` is the corpus of the rows of "tune" from which "main" takes its rates: `None` for its own, or any.
+    """
 
     preset: Preset
     layers: list[str]
     rates: list[float]
     seeds: int
     stages: tuple[str, ...]
+    tuned_on: str | None = None
 
     def cells(self, stage: str, digest: str, rows: Sequence[Row]) -> list[LanguageCell]:
         """Return the cells of a stage.
@@ -124,8 +129,9 @@ class _Choice(NamedTuple):
         if len(self.rates) == 1:
             chosen = dict.fromkeys(self.layers, self.rates[0])
         else:
-            cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], digest)[0].to_dict()
-            same = (row for row in rows if all(row[name] == cell[name] for name in EQUAL_FIELDS))
+            cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], self.tuned_on or digest)[0].to_dict()
+            names = [name for name in EQUAL_FIELDS if name != "corpus" or self.tuned_on != ANY_CORPUS]
+            same = (row for row in rows if all(row[name] == cell[name] for name in names))
             chosen = best_rates(same, self.layers)
         return main_cells(self.preset, self.layers, chosen, self.seeds, digest)
 
@@ -151,6 +157,13 @@ def _command(
     rates: Annotated[
         str | None,
         typer.Option(help="Learning rates to compare. A single one skips the stage tune. Default: the preset's."),
+    ] = None,
+    tuned_on: Annotated[
+        str | None,
+        typer.Option(
+            help="Corpus whose rows of tune give main its rates: its name in the rows, or any. Skips the stage tune. "
+            "Default: the corpus of main."
+        ),
     ] = None,
     seeds: Annotated[
         int, typer.Option(help="Number of seeds, from 0, of the stage main, or of the stage tune if it runs alone.")
@@ -187,7 +200,8 @@ def _command(
 
     Exit status: 0 if all cells are finished, 3 if the deadline came first, 1 if a cell failed.
     """
-    choice = _choose(_preset(preset, tokens, zero_init, embedding_norm, warmup), layer, stage, rates, seeds)
+    chosen = _preset(preset, tokens, zero_init, embedding_norm, warmup)
+    choice = _choose(chosen, layer, stage, rates, seeds, tuned_on)
     console, results = Console(highlight=False), Results(output / "results.jsonl")
     if dry_run:
         _print_plan(choice, shards, results, console, gpu, options.positive("mfu", mfu))
@@ -243,7 +257,9 @@ def _preset(
     return found._replace(main=replace(found.main, tokens=int(options.positive("tokens", tokens))))
 
 
-def _choose(chosen: Preset, layer: list[str] | None, stage: str, rates: str | None, seeds: int) -> _Choice:
+def _choose(
+    chosen: Preset, layer: list[str] | None, stage: str, rates: str | None, seeds: int, tuned_on: str | None
+) -> _Choice:
     """Return the checked choices of a command."""
     check_choice("stage", stage, (*STAGES, ALL_STAGES))
     try:
@@ -256,9 +272,12 @@ def _choose(chosen: Preset, layer: list[str] | None, stage: str, rates: str | No
         make_blocks(name, chosen.main.model)
     layers = list(dict.fromkeys(map(layer_name, layer or chosen.layers)))
     stages = STAGES if stage == ALL_STAGES else (stage,)
-    if len(values) == 1 and stage == ALL_STAGES:
+    if tuned_on is not None and (len(values) == 1 or stage == TUNE):
+        given = "`--stage tune`" if stage == TUNE else "a single rate"
+        raise ArgumentError("tuned_on", problem=f"is given with {given}", expected="one of the two")
+    if stage == ALL_STAGES and (len(values) == 1 or tuned_on is not None):
         stages = (MAIN,)
-    return _Choice(chosen, layers, values, options.count("seeds", seeds), stages)
+    return _Choice(chosen, layers, values, options.count("seeds", seeds), stages, tuned_on)
 
 
 def _print_plan(choice: _Choice, shards: Path | None, results: Results, console: Console, gpu: str, mfu: float) -> None:
