@@ -29,6 +29,7 @@ def recipe(text_file: Path):
             "hidden_size": 8,
             "seq_len": 16,
             "batch_size": 2,
+            "eval_tokens": 64,
         }
         return Recipe(**{"text": str(text_file), **small, "steps": 8, **changes})
 

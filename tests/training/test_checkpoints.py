@@ -158,11 +158,12 @@ def test_recipe_of_an_old_format_is_refused(halted: tuple[Recipe, Path]) -> None
 
 
 def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> None:
-    recipe().save(tmp_path)
+    recipe = recipe(eval_tokens=Recipe(steps=1).eval_tokens)  # other numbers are no option of `kalmix train`
+    recipe.save(tmp_path)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text('{"version')  # truncated, as by a kill
     with pytest.warns(UserWarning, match=rf"stopped before its first.*kalmix train --resume --output {tmp_path}"):
-        assert train(recipe(), tmp_path, resume=True).finished
+        assert train(recipe, tmp_path, resume=True).finished
 
 
 def test_resuming_without_an_intact_checkpoint_warns(halted: tuple[Recipe, Path]) -> None:
