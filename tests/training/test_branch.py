@@ -21,14 +21,23 @@ from kalmix.files import read_json
 from kalmix.training import Recipe
 from kalmix.training.checkpoints import list_checkpoints, run_of
 from kalmix.training.run import Run, read_history, train
-from kalmix.training.shards import Order, Preparation, TokenLoader, prepare
 
-from .conftest import WORDS
 from .test_pretraining import shards, small  # noqa: F401 - fixtures
 from .test_run import Kill
 
 STABLE = {"steps": 10, "warmup": 0.2, "cooldown": 0.0, "schedule": "wsd", "keep_steps": 2, "keep_checkpoints": 1}
 MARGINAL = {"loss": "marginal"}  # draws samples in every step
+
+
+class KilledError(BaseException):
+    pass
+
+
+class Die(TrainerCallback):
+    """End a run before its first step, as a kill would."""
+
+    def on_step_begin(self, args, state, control, **_) -> None:
+        raise KilledError
 
 
 def names(folder: Path) -> list[str]:
@@ -112,15 +121,8 @@ def test_branch_resumes_without_the_run_that_it_came_from(stable: tuple[Recipe, 
     changed = replace(recipe, steps=12, cooldown=0.3, keep_steps=None)
     whole = train(changed, tmp_path / "whole", branch_from=folder / "checkpoint-8")
 
-    class Died(BaseException):
-        pass
-
-    class Die(Kill):
-        def on_step_begin(self, args, state, control, **_) -> None:
-            raise Died
-
-    with pytest.raises(Died):  # before a checkpoint of its own
-        train(changed, tmp_path / "part", branch_from=folder / "checkpoint-8", callbacks=[Die(9)])
+    with pytest.raises(KilledError):  # before a checkpoint of its own
+        train(changed, tmp_path / "part", branch_from=folder / "checkpoint-8", callbacks=[Die()])
     assert names(tmp_path / "part") == ["checkpoint-8"]
     shutil.rmtree(folder)
     with warnings.catch_warnings():
@@ -128,121 +130,6 @@ def test_branch_resumes_without_the_run_that_it_came_from(stable: tuple[Recipe, 
         train(Recipe.load(tmp_path / "part"), tmp_path / "part", resume=True, callbacks=[Kill(10)])
         rest = train(Recipe.load(tmp_path / "part"), tmp_path / "part", resume=True)
     assert_equal_from(rest, whole, 8)
-
-
-@pytest.fixture(scope="session")
-def other(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
-    """Return shards of other documents with the tokenizer of `shards`."""
-    folder = tmp_path_factory.mktemp("other")
-    (folder / "corpus").mkdir()
-    for n in range(80):
-        (folder / "corpus" / f"{n}.txt").write_text(" ".join(WORDS[(7 * n + k) % len(WORDS)] for k in range(20)))
-    prepare(Preparation(str(folder / "corpus"), str(shards / "tokenizer"), held_out=0.1), folder / "shards")
-    return folder / "shards"
-
-
-class Watch(TrainerCallback):
-    """Store the tokens of each batch that a model trains on, and end the run at a step as a kill would."""
-
-    def __init__(self, until: int = 1000) -> None:
-        self.batches: list[torch.Tensor] = []
-        self.until = until
-
-    def on_train_begin(self, args, state, control, model, **_) -> None:
-        model.register_forward_pre_hook(self._store, with_kwargs=True)
-
-    def _store(self, model, args, given) -> None:
-        if model.training:
-            self.batches.append(given["input_ids"].clone())
-
-    def on_step_begin(self, args, state, control, **_) -> None:
-        if state.global_step == self.until:
-            raise KilledError
-
-
-class KilledError(BaseException):
-    pass
-
-
-def first_batches(given: Any, count: int) -> list[torch.Tensor]:
-    batches = iter(TokenLoader(given, Order(32, "stream"), batch_size=2))
-    return [next(batches)["input_ids"] for _ in range(count)]
-
-
-@pytest.mark.parametrize("kind", ["other", "mixture", "weights"])
-def test_branch_reads_other_data_from_their_start(
-    kind: str,
-    stable: tuple[Recipe, Path],
-    shards: Path,  # noqa: F811
-    other: Path,
-    small: Callable,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    recipe, folder = stable
-    mixture = {str(shards): 1.0, str(other): 3.0}
-    given = str(other) if kind == "other" else mixture
-    if kind == "weights":
-        folder = tmp_path / "mixed"
-        recipe = small(**STABLE | {"shards": {str(shards): 1.0, str(other): 1.0}})
-        train(recipe, folder)
-    changed = replace(recipe, shards=given, steps=12, cooldown=0.3, keep_steps=None)
-    watch = Watch()
-    whole = train(changed, tmp_path / "whole", branch_from=folder / "checkpoint-8", callbacks=[watch])
-    assert whole.finished and len(watch.batches) == 4
-    for batch, expected in zip(watch.batches, first_batches(given, 4), strict=True):
-        assert torch.equal(batch, expected)
-    assert read_json(tmp_path / "whole" / "branch.json") == {"run": str(folder), "step": 8, "data": "new"}
-    parts = [Watch(9), Watch(11), Watch()]  # before a checkpoint of its own, and after one
-    with pytest.raises(KilledError):
-        train(changed, tmp_path / "part", branch_from=folder / "checkpoint-8", callbacks=[parts[0]])
-    begun = Recipe.load(tmp_path / "part")
-    with pytest.raises(KilledError):
-        train(replace(begun, save_steps=10), tmp_path / "part", resume=True, callbacks=[parts[1]])
-    rest = train(begun, tmp_path / "part", resume=True, callbacks=[parts[2]])
-    assert_equal_from(rest, whole, 8)
-    assert torch.equal(parts[2].batches[0], watch.batches[2])
-
-
-def test_branch_goes_on_with_equal_data_under_another_name(
-    stable: tuple[Recipe, Path],
-    shards: Path,  # noqa: F811
-    tmp_path: Path,
-) -> None:
-    recipe, folder = stable
-    shutil.copytree(shards, tmp_path / "moved")
-    whole = train(replace(recipe, steps=12), tmp_path / "whole", branch_from=folder / "checkpoint-8")
-    for n, given in enumerate((str(tmp_path / "moved"), {str(tmp_path / "moved"): 5.0})):
-        changed = replace(recipe, steps=12, shards=given)
-        branch = train(changed, tmp_path / f"{n}", branch_from=folder / "checkpoint-8")
-        assert curve(branch, "loss", 8) == curve(whole, "loss", 8)
-        assert read_json(tmp_path / f"{n}" / "branch.json")["data"] == "same"
-
-
-def test_branches_to_unfit_data_are_refused(
-    stable: tuple[Recipe, Path],
-    recipe: Callable,
-    shards: Path,  # noqa: F811
-    other: Path,
-    tmp_path: Path,
-) -> None:
-    given, folder = stable
-    prepare(Preparation(str(other.parent / "corpus"), vocab_size=270, held_out=0.1), tmp_path / "tokens")
-    for path, message in (
-        (tmp_path / "tokens", "`shards` have another tokenizer than the run; expected shards that .* --tokenizer"),
-        (None, "`branch_from` trains on shards, and the branch on text; expected the same kind of data"),
-    ):
-        text = None if path else str(Path(__file__))
-        changed = replace(given, steps=12, shards=path and str(path), text=text)
-        with pytest.raises(ArgumentError, match=message):
-            train(changed, tmp_path / "branch", branch_from=folder / "checkpoint-8")
-        assert not names(tmp_path / "branch") and not (tmp_path / "branch" / "recipe.json").exists()
-    shutil.copytree(shards, tmp_path / "kept")
-    kept = replace(given, shards=str(tmp_path / "kept"))
-    train(kept, tmp_path / "run")
-    shutil.rmtree(tmp_path / "kept")
-    shutil.copytree(other, tmp_path / "kept")  # files that changed under one name are an error, no other data
-    with pytest.raises(ArgumentError, match="`shards` is not the same as when"):
-        train(replace(kept, steps=12), tmp_path / "branch", branch_from=tmp_path / "run" / "checkpoint-8")
 
 
 @pytest.mark.parametrize("steps", [4, 5])
@@ -270,6 +157,70 @@ def test_checkpoints_to_keep_do_not_count_for_the_newest(small: Callable, tmp_pa
     with pytest.raises(ArgumentError, match="holds a finished run"):
         train(recipe, tmp_path / "run", resume=True)
     assert names(tmp_path / "run") == [f"checkpoint-{n}" for n in (30, 20, 10)]
+
+
+def test_resuming_a_finished_run_deletes_no_checkpoint_to_branch_from(
+    stable: tuple[Recipe, Path],
+) -> None:
+    recipe, folder = stable
+    before = names(folder)
+    for changes in ({}, {"keep_steps": None}, {"keep_steps": 5}):
+        with pytest.raises(ArgumentError, match="holds a finished run"):
+            train(replace(recipe, **changes), folder, resume=True)
+        assert names(folder) == before
+
+
+class StoppedError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("file", ["branch.json", "recipe.json", "checkpoint-8"])
+def test_branch_that_was_killed_before_it_began_can_begin_again(
+    file: str, stable: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, folder = stable
+    changed = replace(recipe, steps=12, keep_steps=None)
+    rename, replace_file = Path.rename, Path.replace
+
+    def until(move: Callable) -> Callable:
+        def killed(path: Path, target: Path) -> Any:
+            if target.name == file and target.is_relative_to(tmp_path / "branch"):
+                raise StoppedError
+            return move(path, target)
+
+        return killed
+
+    monkeypatch.setattr(Path, "rename", until(rename))
+    monkeypatch.setattr(Path, "replace", until(replace_file))
+    with pytest.raises(StoppedError):
+        train(changed, tmp_path / "branch", branch_from=folder / "checkpoint-8")
+    monkeypatch.undo()
+    if (tmp_path / "branch" / "branch.json").exists():
+        with pytest.raises(
+            ArgumentError, match=r"a branch without an intact checkpoint.*step 8 of .*stable, into a new"
+        ):
+            train(changed, tmp_path / "branch", resume=True)
+    assert train(changed, tmp_path / "branch", branch_from=folder / "checkpoint-8").steps == 12
+    assert read_json(tmp_path / "branch" / "branch.json")["step"] == 8
+
+
+def test_branch_with_a_damaged_checkpoint_does_not_start_from_the_beginning(
+    stable: tuple[Recipe, Path], tmp_path: Path
+) -> None:
+    recipe, folder = stable
+    changed = replace(recipe, steps=12, keep_steps=None)
+    with pytest.raises(KilledError):
+        train(changed, tmp_path / "branch", branch_from=folder / "checkpoint-8", callbacks=[Die()])
+    damaged = tmp_path / "branch" / "checkpoints" / "checkpoint-8" / "optimizer.pt"
+    data = damaged.read_bytes()
+    damaged.unlink()  # a link
+    damaged.write_bytes(data[:-5])
+    begun = Recipe.load(tmp_path / "branch")
+    with pytest.warns(UserWarning, match="damaged"), pytest.raises(ArgumentError, match="without an intact checkpoint"):
+        train(begun, tmp_path / "branch", resume=True)
+    shutil.rmtree(tmp_path / "branch" / "checkpoints")
+    assert train(changed, tmp_path / "branch").steps == 12  # a new run, which is no branch
+    assert not (tmp_path / "branch" / "branch.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -321,11 +272,25 @@ def test_damaged_checkpoints_and_folders_of_runs_are_refused(stable: tuple[Recip
         train(recipe, tmp_path / "branch", branch_from=folder)
 
 
-def test_run_of_a_checkpoint(tmp_path: Path) -> None:
+def test_branch_is_long_enough_for_the_warmup(small: Callable, tmp_path: Path) -> None:  # noqa: F811
+    recipe = small(**STABLE | {"warmup": 0.5})
+    train(recipe, tmp_path / "run")
+    message = r"`cooldown` is 0.4, so that it begins at step 4 of 7; expected one after the warmup of 5 steps"
+    with pytest.raises(ArgumentError, match=message):
+        train(replace(recipe, steps=7, cooldown=0.4), tmp_path / "branch", branch_from=tmp_path / "run/checkpoint-2")
+    exact = replace(recipe, steps=7, cooldown=2 / 7)
+    assert train(exact, tmp_path / "branch", branch_from=tmp_path / "run/checkpoint-2").recipe.warmup == 5 / 7
+
+
+def test_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "checkpoint-1"
     Recipe(steps=1).save(run)
     for path in (run, run / "checkpoint-2", run / "checkpoints" / "checkpoint-2"):
         assert run_of(path) == run
+    (run / "checkpoints").mkdir()
+    for folder in (run, run / "checkpoints"):
+        monkeypatch.chdir(folder)
+        assert run_of(Path("checkpoint-2")) == run
 
 
 def test_command_branches(kalmix, small: Callable, tmp_path: Path) -> None:  # noqa: F811

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from kalmix.errors import ArgumentError
 from kalmix.files import read_json, sync, sync_tree, write_text
-from kalmix.training.batching import count_steps
+from kalmix.training import inputs
+from kalmix.training.batching import count_steps, plan_batches
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
+    check_step_size,
     checkpoint_step,
     find_damage,
     list_checkpoints,
@@ -22,7 +24,6 @@ from kalmix.training.checkpoints import (
     renew_manifest,
     run_of,
 )
-from kalmix.training.inputs import Digests
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import UNFINISHED_FOLDER
 from kalmix.training.shards.trainer_position import DataPosition
@@ -33,58 +34,74 @@ _TOLERANCE = 1e-9  # of fractions of a run
 _NAME = "branch_from"
 
 
-def begin_branch(recipe: Recipe, start: Path, output: Path, data: Digests | None) -> None:
-    """Write the files with which a branch begins: a copy of the checkpoint, the tokenizer, recipe.json, branch.json.
+def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests, processes: int) -> None:
+    """Write the files with which a branch begins: tokenizer, branch.json, recipe.json, and a copy of the checkpoint.
 
     `resume=True` then continues it. Files of the checkpoint are linked instead of copied where the file system allows
-    it. The warmup keeps its number of steps, so that the branch equals a run that had its recipe from the start. If
-    the settings name other shards, or other weights, their data begin at the start.
+    it. The checkpoint comes last: without it, a branch has not begun. The warmup keeps its number of steps, so that the
+    branch equals a run that had its recipe from the start. If the settings name other shards, or other weights, their
+    data begin at the start.
 
     Args:
         recipe: settings of the branch. Its `warmup` is that of the run.
         start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
         output: folder of the branch.
-        data: digests of the shards; `None` if the branch trains on text.
+        data: digests of the branch's data, and of their tokenizer or that of the run.
+        processes: number of processes that will train.
 
     Raises:
         ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
-            checkpoint, or the branch at its step, is in the cooldown; the branch ends before; other shards have another
-            tokenizer, or the run trains on text and the branch on shards, or the reverse.
+            checkpoint, or the branch at its step, is in the cooldown; the branch ends before, or is too short for its
+            warmup; the data have changed without another name; other shards have another tokenizer, or the run trains
+            on text and the branch on shards, or the reverse; a step would see another number of sequences.
     """
     run = run_of(start)
     before, checkpoint = Recipe.load(run), _find(start, run)
     restarts = _has_other_data(before, recipe, checkpoint, data)
     recipe = _plan(before, recipe, checkpoint)
+    batching = plan_batches(recipe, processes)
+    check_step_size(checkpoint, processes, batching.rows * batching.accumulation * processes)
     folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
-    if restarts and data is not None:
+    if restarts:
         _restart_data(unfinished / checkpoint.name, data)
     sync_tree(unfinished)
     other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
     shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
     sync_tree(output / "model")
-    (unfinished / checkpoint.name).rename(folder / checkpoint.name)
-    unfinished.rmdir()
-    sync(folder)
     origin = {"run": str(run.resolve()), "step": checkpoint_step(checkpoint), "data": "new" if restarts else "same"}
     write_text(output / BRANCH_FILE, json.dumps(origin, indent=1) + "\n")
     recipe.save(output)
+    (unfinished / checkpoint.name).rename(folder / checkpoint.name)
+    unfinished.rmdir()
+    sync(folder)
 
 
-def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: Digests | None) -> bool:
+def check_has_begun(output: Path) -> None:
+    """Check that a run without an intact checkpoint is not a branch, which must not start from the beginning."""
+    if (output / BRANCH_FILE).exists():
+        origin = read_json(output / BRANCH_FILE)
+        got = f"{str(output)!r}, a branch without an intact checkpoint"
+        hint = f"Branch again from step {origin['step']:,} of {origin['run']}, into a new folder"
+        raise ArgumentError("output", got=got, expected="a branch that can be resumed", hint=hint)
+
+
+def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inputs.Digests) -> bool:
     """Return whether the settings of a branch name other shards, or other weights of them, than those of its run."""
     if (before.shards is None) != (recipe.shards is None):
         kinds = {True: "text", False: "shards"}
         problem = f"trains on {kinds[before.shards is None]}, and the branch on {kinds[recipe.shards is None]}"
         raise ArgumentError(_NAME, problem=problem, expected="the same kind of data")
-    if data is None or recipe.shards == before.shards:  # files that changed without a new name are refused later
-        return False
     saved = read_input_digests(checkpoint)
+    if recipe.shards == before.shards:
+        inputs.check(data, saved, f"when {str(checkpoint)!r} was saved", "to branch from it")
+        return False
     if data["tokenizer"] != saved["tokenizer"]:
         expected = "shards that `kalmix data prepare --tokenizer` made with the tokenizer of the run"
         raise ArgumentError("shards", problem="have another tokenizer than the run", expected=expected)
-    return data["shards"] != saved["shards"] or _shares(recipe) != _shares(before)
+    unequal = (not math.isclose(*pair) for pair in zip(_shares(recipe), _shares(before), strict=True))
+    return data["shards"] != saved["shards"] or any(unequal)
 
 
 def _shares(recipe: Recipe) -> list[float]:
@@ -93,7 +110,7 @@ def _shares(recipe: Recipe) -> list[float]:
     return [weight / sum(weights) for weight in weights]
 
 
-def _restart_data(checkpoint: Path, data: Digests) -> None:
+def _restart_data(checkpoint: Path, data: inputs.Digests) -> None:
     """Let the run of a checkpoint read other data, from the start.
 
     Args:
@@ -148,7 +165,11 @@ def _plan(before: Recipe, recipe: Recipe, checkpoint: Path) -> Recipe:
         most = math.floor(1e4 * (1 - step / new)) / 1e4
         expected = f"at most {most:g}, to begin after {checkpoint.name}"
         raise ArgumentError("cooldown", problem=problem, expected=expected)
-    return replace(recipe, warmup=recipe.warmup * (old / new))
+    warmup, rest = recipe.warmup * old, (1 - recipe.cooldown) * new
+    if warmup > rest + _TOLERANCE * new:
+        problem = f"is {recipe.cooldown:g}, so that it begins at step {rest:,.0f} of {new:,}"
+        raise ArgumentError("cooldown", problem=problem, expected=f"one after the warmup of {warmup:,.0f} steps")
+    return replace(recipe, warmup=min(warmup, rest) / new)
 
 
 def _link(source: str, target: str) -> None:

@@ -30,7 +30,8 @@ def run_of(path: Path) -> Path:
     """
     if _CHECKPOINT_NAME.fullmatch(path.name) is None or (path / RECIPE_FILE).exists():
         return path
-    return path.parent.parent if path.parent.name == CHECKPOINTS else path.parent
+    folder = path.parent if path.parent.name else path.absolute().parent
+    return folder.parent if folder.name == CHECKPOINTS else folder
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

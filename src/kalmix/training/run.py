@@ -38,7 +38,7 @@ from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
-from kalmix.training.branch import begin_branch
+from kalmix.training.branch import BRANCH_FILE, begin_branch, check_has_begun
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
     check_step_size,
@@ -183,7 +183,7 @@ def train(
         _peer_errors(recipe, output),
     ):
         if branch_from is not None:
-            data = source.digests(output) if recipe.shards is not None else None
+            data = source.digests(run_of(Path(branch_from)))
             recipe, resume = _branch(recipe, output, Path(branch_from), data), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
@@ -228,14 +228,14 @@ def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequ
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
 
-def _branch(recipe: Recipe, output: Path, start: Path, data: inputs.Digests | None) -> Recipe:
-    """Begin a branch in the main process; return its recipe in all. `data` are the digests of its shards."""
+def _branch(recipe: Recipe, output: Path, start: Path, data: inputs.Digests) -> Recipe:
+    """Begin a branch in the main process; return its recipe in all. `data` are the digests of its data."""
     state = process_state()
     with state.main_process_first():
         if state.is_main_process:
             _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
             _check_new(output)
-            begin_branch(recipe, start, output, data)
+            begin_branch(recipe, start, output, data, state.num_processes)
     return Recipe.load(output)
 
 
@@ -314,12 +314,15 @@ def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bo
     checkpoints = output / CHECKPOINTS
     if not resume:
         _check_new(output)
+        (output / BRANCH_FILE).unlink(missing_ok=True)  # of a branch that was killed before it began
     elif finished(read_history(output)):
-        remove_checkpoints(checkpoints, recipe.keep_steps)  # a killed process may have left them
+        remove_checkpoints(checkpoints, Recipe.load(output).keep_steps)  # a killed process may have left them
         hint = f"Its model is in {output / 'model'}"
         got = f"{str(output)!r}, which holds a finished run"
         raise ArgumentError("output", got=got, expected="an unfinished run to resume", hint=hint)
     checkpoint = newest_checkpoint(checkpoints)
+    if checkpoint is None and resume:
+        check_has_begun(output)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
         found = list_checkpoints(checkpoints)
         problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"

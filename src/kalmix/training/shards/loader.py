@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -225,7 +226,7 @@ class TokenLoader(DataLoader[Batch]):
         """
         try:
             order, saved = self._order(), state["order"]
-            changed = [name for name, value in order.items() if saved[name] != value]
+            changed = [name for name, value in order.items() if not _equal(saved[name], value)]
             position = {name: state[name] for name in self.dataset.first_state()}
             cursors = [Cursor(*map(int, cursor)) for cursor in position["cursors"]]
             wrong = len(cursors) != len(self.dataset.rows) or len(position["counts"]) != len(cursors)
@@ -245,6 +246,13 @@ class TokenLoader(DataLoader[Batch]):
         names = ("seq_len", "packing", "seed", "split")
         settings = {name: getattr(order, name) for name in names}
         return {**settings, "weights": dataset.weights, "shards": [_digest(each) for each in hashes]}
+
+
+def _equal(saved: Any, value: Any) -> bool:
+    """Return whether a setting is the same; fractions in a list may differ by rounding."""
+    if isinstance(value, list) and isinstance(value[0], float):
+        return len(saved) == len(value) and all(map(math.isclose, saved, value))
+    return saved == value
 
 
 def _digest(hashes: list[str]) -> str:
