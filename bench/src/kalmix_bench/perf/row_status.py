@@ -45,14 +45,16 @@ def _time_limit(seconds: float) -> Iterator[None]:
     interrupted (the entry of a `with`). On exit, the gradient mode is as before.
     """
     passed: list[TimeLimitError] = []
+    ended = False
 
     def stop(number: int, frame: FrameType | None) -> None:
-        passed.append(TimeLimitError(f"took longer than {seconds:.3g} s"))
-        raise passed[-1]
+        if not ended:
+            passed.append(TimeLimitError(f"took longer than {seconds:g} s"))
+            raise passed[-1]
 
     gradients, before = torch.is_grad_enabled(), signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
     try:
+        signal.setitimer(signal.ITIMER_REAL, seconds, REPEAT)
         yield
     except CellStopped:
         raise
@@ -61,6 +63,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
             raise
         raise passed[0] from error
     finally:
+        ended = True  # a signal from here on must not keep the next lines from their work
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
         torch.set_grad_enabled(gradients)  # the signal may come between the start and the body of `torch.no_grad`
