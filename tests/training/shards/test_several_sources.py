@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -113,6 +114,30 @@ def test_patterns_leave_out_the_output_and_what_is_inside_another_match(
     manifest = prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards")
     assert sorted(read_documents(Path("b/shards"), manifest, "train")) == sorted(mixed[1][30:70])
     assert prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards") == manifest
+
+
+def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "b", texts(30))
+    (folder / "licences.json").write_text('[{"licence": "MIT"}]')
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "link.txt").symlink_to("missing")
+    write_corpus(folder / "empty", [])
+    write_corpus(folder / "images", [])
+    (folder / "images" / "image.png").write_bytes(b"\x89PNG")
+    write_corpus(folder / "more", texts(5, seed=1))
+    for number, source in enumerate((folder, folder / "*")):
+        manifest = prepare(Preparation(str(source), vocab_size=260, held_out=0), tmp_path / f"{number}")
+        assert read_documents(tmp_path / f"{number}", manifest, "train") == texts(30) + texts(5, seed=1)
+    for pattern in ("*.png", "lic*.json", "e*", "im*/", "pipe*"):
+        with pytest.raises(ArgumentError, match=r"which matches no text files; expected a folder or file of text"):
+            prepare(Preparation(str(folder / pattern), vocab_size=260), tmp_path / "s")
+
+
+def test_a_file_named_without_a_pattern_needs_no_known_format(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("some words")
+    manifest = prepare(Preparation(str(tmp_path / "words"), vocab_size=260, held_out=0), tmp_path / "s")
+    assert read_documents(tmp_path / "s", manifest, "train") == ["some words"]
 
 
 def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], list[str]]) -> None:

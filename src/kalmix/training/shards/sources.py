@@ -104,16 +104,22 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
 
 
 def _expand(name: str, exclude: Path) -> list[str]:
-    """Return the paths that match a pattern, without those inside another one; a name that is no pattern unchanged."""
+    """Return the paths that match a pattern; a name that is no pattern unchanged.
+
+    Left out are files that a folder leaves out, folders without text files, and paths inside another match.
+    """
     if name.startswith(DATASET) or not has_magic(name) or Path(name).exists():
         return [name]
-    found = dict[str, None]()
-    for path in map(Path, sorted(glob(name, recursive=True))):  # noqa: PTH207 - the pattern may be absolute
+    matches, found = sorted(glob(name, recursive=True)), dict[str, None]()  # noqa: PTH207 - it may be absolute
+    for path in map(Path, matches):
         inside = path.absolute().is_relative_to(exclude.absolute())
-        if not inside and not any(str(parent) in found for parent in path.parents):
+        if inside or any(str(parent) in found for parent in path.parents):
+            continue
+        if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
     if not found:
-        raise ArgumentError("source", got=f"{name!r}, which matches no file", expected=EXPECTED)
+        problem = "matches no text files" if matches else "matches no file"
+        raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
 
 
@@ -138,10 +144,16 @@ class SourceFile(NamedTuple):
         return SourceFile(str(Path(folder, self.name)), *self[1:])
 
 
+def _walk(folder: Path, exclude: Path) -> Iterator[str]:
+    """Yield paths relative to `folder` of its files in formats that are read from a folder."""
+    for name in walk_files(folder, lambda name: file_kind(name) is not None):
+        if not (folder / name).absolute().is_relative_to(exclude.absolute()):
+            yield name
+
+
 def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
     if path.is_dir():
-        files = sorted(walk_files(path, lambda name: file_kind(name) is not None))
-        files = [name for name in files if not (path / name).absolute().is_relative_to(exclude.absolute())]
+        files = sorted(_walk(path, exclude))
     elif path.is_file():
         files = ["."]
     elif path.exists() or path.is_symlink():  # reading a FIFO or a device may never end
