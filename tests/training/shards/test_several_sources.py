@@ -150,6 +150,31 @@ def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], lis
     assert kalmix(*line, "--licence", "MIT", "--licence", "b/texts=CC0-1.0").status == 0
 
 
+URL = "https://spdx.org/?id=MIT&v=3"
+
+
+@pytest.mark.parametrize(
+    ("sources", "given", "licences"),
+    [
+        ("year=24.txt", [URL, "free=yes"], (URL, "free=yes")),
+        ("year=24.txt", [f"year=24.txt={URL}"], {"year=24.txt": (URL,)}),
+        ("year=24.txt year", [URL, "MIT"], (URL, "MIT")),
+        ("year=24.txt year", ["year=MIT", f"year=24.txt={URL}"], {"year=24.txt": (URL,), "year": ("MIT",)}),
+    ],
+)
+def test_licences_and_sources_may_hold_an_equals_sign(
+    sources: str, given: list[str], licences: object, kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in sources.split():
+        Path(source).write_text(source)
+    options = [x for licence in given for x in ("--licence", licence)]
+    line = ("data", "prepare", *sources.split(), "--output", "s", "--vocab-size", 260, "--held-out", 0, "--workers", 1)
+    result = kalmix(*line, *options)
+    assert result.status == 0, result.errors
+    assert Manifest.load(Path("s")).licences == licences
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -159,6 +184,7 @@ def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], lis
         ("a.jsonl c/*.jsonl", "`source` is 'c/*.jsonl', which matches no file"),
         ("a.jsonl nothing", "`source` is 'nothing', which does not exist"),
         ("a.jsonl e.txt --licence c=MIT", "`licence` is 'c=MIT'; expected LICENCE, or SOURCE=LICENCE"),
+        ("a.jsonl e.txt --licence e.tx=https://a.b/?c=d", "`licence` is 'e.tx=https://a.b/?c=d'; expected LICENCE"),
     ],
 )
 def test_mistakes_are_one_error_line(
