@@ -180,6 +180,10 @@ def test_licences_and_sources_may_hold_an_equals_sign(
     [
         ("a.jsonl a.jsonl", "`source` names '{path}/a.jsonl' twice; expected each file and dataset once"),
         ("b/texts b/texts/0000.txt", "`source` names '{path}/b/texts/0000.txt' twice"),
+        ("b/texts b/../b/texts/0000.txt", "`source` names '{path}/b/texts/0000.txt' twice"),
+        ("e.txt link.txt", "`source` names '{path}/e.txt' twice"),
+        ("link.txt ../*/e.txt", "`source` names '{path}/e.txt' twice"),
+        ("e.txt hf:d linked", "`source` names '{path}/e.txt' twice"),
         ("hf:d a.jsonl hf:d", "`source` names 'hf:d' twice"),
         ("a.jsonl c/*.jsonl", "`source` is 'c/*.jsonl', which matches no file"),
         ("a.jsonl nothing", "`source` is 'nothing', which does not exist"),
@@ -190,9 +194,22 @@ def test_licences_and_sources_may_hold_an_equals_sign(
 def test_mistakes_are_one_error_line(
     line: str, message: str, kalmix, mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path
 ) -> None:
+    Path("link.txt").symlink_to("e.txt")
+    Path("linked").mkdir()
+    Path("linked/link.txt").symlink_to(tmp_path / "e.txt")
     result = kalmix("data", "prepare", *line.split(), "--output", "s", "--workers", 1)
     (error,) = (x for x in result.errors.splitlines() if x.startswith("error: "))
-    assert result.status == 2 and message.format(path=tmp_path) in error
+    assert result.status == 2 and message.format(path=tmp_path.resolve()) in error
+
+
+def test_links_inside_one_source_are_read(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "a", texts(20))
+    (folder / "link.txt").symlink_to("0003.txt")
+    (tmp_path / "b.txt").write_text("other words")
+    for number, source in enumerate((folder, folder / "*")):
+        settings = Preparation((str(source), str(tmp_path / "b.txt")), vocab_size=260, held_out=0)
+        manifest = prepare(settings, tmp_path / f"{number}")
+        assert read_documents(tmp_path / f"{number}", manifest, "train") == [*texts(20), texts(20)[3], "other words"]
 
 
 def test_wrong_types_are_refused() -> None:

@@ -6,7 +6,7 @@ The division depends on the source alone, so that the shards are the same for an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
@@ -81,22 +81,26 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         dataset: options of all datasets.
 
     Raises:
-        ArgumentError: there is no such file or folder, it holds no file that can be read, a file is named twice, or
-            `datasets` fails.
+        ArgumentError: there is no such file or folder, it holds no file that can be read, two names lead to one file,
+            or `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
-    found = [path for name in names for path in _expand(name, exclude)]
-    if len(found) == 1 and not found[0].startswith(DATASET):
-        return FileSource(str(Path(found[0]).absolute()), column, _list_files(Path(found[0]), exclude))
+    found = [_expand(name, exclude) for name in names]
+    if len(found) == 1 and len(found[0]) == 1 and not found[0][0].startswith(DATASET):
+        (path,) = map(Path, found[0])
+        return FileSource(str(path.absolute()), column, _list_files(path, exclude))
     sources, seen = list[Source](), set[str]()
-    for is_dataset, group in groupby(found, lambda name: name.startswith(DATASET)):
+    for is_dataset, group in groupby(found, lambda paths: paths[0].startswith(DATASET)):
         if is_dataset:
-            datasets = [DatasetSource(name.removeprefix(DATASET), column, dataset) for name in group]
-            _check_distinct((DATASET + x.name for x in datasets), seen)
-            sources += datasets
+            for (name,) in group:
+                _check_distinct([name], seen)
+                sources.append(DatasetSource(name.removeprefix(DATASET), column, dataset))
         else:
-            files = [file.inside(name) for name in group for file in _list_files(Path(name), exclude)]
-            _check_distinct((str(Path(file.name).absolute()) for file in files), seen)
+            files = list[SourceFile]()
+            for paths in group:
+                more = [file.inside(path) for path in paths for file in _list_files(Path(path), exclude)]
+                _check_distinct([str(Path(file.name).resolve()) for file in more], seen)
+                files += more
             sources.append(FileSource(str(Path.cwd()), column, tuple(files)))
     source = sources[0] if len(sources) == 1 else SourceList(tuple(sources))
     source.fingerprint()  # loads datasets
@@ -123,12 +127,12 @@ def _expand(name: str, exclude: Path) -> list[str]:
     return list(found)
 
 
-def _check_distinct(names: Iterable[str], seen: set[str]) -> None:
-    """Check that names are not in `seen`, and add them."""
+def _check_distinct(names: Sequence[str], seen: set[str]) -> None:
+    """Check that the names of one source are not in `seen`, and add them. A folder may hold links to its own files."""
     for name in names:
         if name in seen:
             raise ArgumentError("source", problem=f"names {name!r} twice", expected="each file and dataset once")
-        seen.add(name)
+    seen.update(names)
 
 
 class SourceFile(NamedTuple):
