@@ -48,7 +48,11 @@ def prepare(
         float, typer.Option(help="Fraction of the documents to hold out, chosen by a hash of their text.")
     ] = Preparation.held_out,
     licence: Annotated[
-        list[str] | None, typer.Option(help="Licence, or SOURCE=LICENCE, for the manifest; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="Licence, or SOURCE=LICENCE, for the manifest; repeatable. With several sources, a licence of all may "
+            "hold '=' only in a URL."
+        ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="Configuration of hf: datasets.")] = None,
     split: Annotated[str, typer.Option(help="Split of an hf: dataset.")] = "train",
@@ -116,15 +120,16 @@ def _licences(given: Sequence[str], sources: Sequence[str]) -> Licences:
     """Return the licences of all sources; those of each if one is given as SOURCE=LICENCE.
 
     Raises:
-        ArgumentError: there is no such source.
+        ArgumentError: there are several sources, and what stands before "=" is neither one of them nor a URL.
     """
     common, own = list[str](), dict[str, list[str]]()
     for text in given:
-        source, equals, licence = text.rpartition("=")
-        if not equals:
-            common.append(licence)
-        elif source in sources:
-            own.setdefault(source, []).append(licence)
+        source = max((name for name in sources if text.startswith(f"{name}=")), key=len, default=None)
+        before, equals, _ = text.partition("=")
+        if source is not None:
+            own.setdefault(source, []).append(text.removeprefix(f"{source}="))
+        elif not equals or len(sources) == 1 or "://" in before:
+            common.append(text)
         else:
             hint = "Quote a pattern, so that the shell passes it on as it is"
             expected = "LICENCE, or SOURCE=LICENCE with one of the sources"

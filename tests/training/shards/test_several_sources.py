@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import datasets
@@ -115,6 +116,30 @@ def test_patterns_leave_out_the_output_and_what_is_inside_another_match(
     assert prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards") == manifest
 
 
+def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "b", texts(30))
+    (folder / "licences.json").write_text('[{"licence": "MIT"}]')
+    (folder / "image.png").write_bytes(b"\x89PNG")
+    os.mkfifo(folder / "pipe.txt")
+    (folder / "link.txt").symlink_to("missing")
+    write_corpus(folder / "empty", [])
+    write_corpus(folder / "images", [])
+    (folder / "images" / "image.png").write_bytes(b"\x89PNG")
+    write_corpus(folder / "more", texts(5, seed=1))
+    for number, source in enumerate((folder, folder / "*")):
+        manifest = prepare(Preparation(str(source), vocab_size=260, held_out=0), tmp_path / f"{number}")
+        assert read_documents(tmp_path / f"{number}", manifest, "train") == texts(30) + texts(5, seed=1)
+    for pattern in ("*.png", "lic*.json", "e*", "im*/", "pipe*"):
+        with pytest.raises(ArgumentError, match=r"which matches no text files; expected a folder or file of text"):
+            prepare(Preparation(str(folder / pattern), vocab_size=260), tmp_path / "s")
+
+
+def test_a_file_named_without_a_pattern_needs_no_known_format(tmp_path: Path) -> None:
+    (tmp_path / "words").write_text("some words")
+    manifest = prepare(Preparation(str(tmp_path / "words"), vocab_size=260, held_out=0), tmp_path / "s")
+    assert read_documents(tmp_path / "s", manifest, "train") == ["some words"]
+
+
 def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], list[str]]) -> None:
     line = ("data", "prepare", *mixed[0], "--output", "s", "--vocab-size", 300, "--held-out", 0, "--workers", 1)
     result = kalmix(*line, "--licence", "MIT", "--licence", "b/texts=CC0-1.0")
@@ -125,23 +150,66 @@ def test_command_takes_several_sources(kalmix, mixed: tuple[tuple[str, ...], lis
     assert kalmix(*line, "--licence", "MIT", "--licence", "b/texts=CC0-1.0").status == 0
 
 
+URL = "https://spdx.org/?id=MIT&v=3"
+
+
+@pytest.mark.parametrize(
+    ("sources", "given", "licences"),
+    [
+        ("year=24.txt", [URL, "free=yes"], (URL, "free=yes")),
+        ("year=24.txt", [f"year=24.txt={URL}"], {"year=24.txt": (URL,)}),
+        ("year=24.txt year", [URL, "MIT"], (URL, "MIT")),
+        ("year=24.txt year", ["year=MIT", f"year=24.txt={URL}"], {"year=24.txt": (URL,), "year": ("MIT",)}),
+    ],
+)
+def test_licences_and_sources_may_hold_an_equals_sign(
+    sources: str, given: list[str], licences: object, kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for source in sources.split():
+        Path(source).write_text(source)
+    options = [x for licence in given for x in ("--licence", licence)]
+    line = ("data", "prepare", *sources.split(), "--output", "s", "--vocab-size", 260, "--held-out", 0, "--workers", 1)
+    result = kalmix(*line, *options)
+    assert result.status == 0, result.errors
+    assert Manifest.load(Path("s")).licences == licences
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
         ("a.jsonl a.jsonl", "`source` names '{path}/a.jsonl' twice; expected each file and dataset once"),
         ("b/texts b/texts/0000.txt", "`source` names '{path}/b/texts/0000.txt' twice"),
+        ("b/texts b/../b/texts/0000.txt", "`source` names '{path}/b/texts/0000.txt' twice"),
+        ("e.txt link.txt", "`source` names '{path}/e.txt' twice"),
+        ("link.txt ../*/e.txt", "`source` names '{path}/e.txt' twice"),
+        ("e.txt hf:d linked", "`source` names '{path}/e.txt' twice"),
         ("hf:d a.jsonl hf:d", "`source` names 'hf:d' twice"),
         ("a.jsonl c/*.jsonl", "`source` is 'c/*.jsonl', which matches no file"),
         ("a.jsonl nothing", "`source` is 'nothing', which does not exist"),
         ("a.jsonl e.txt --licence c=MIT", "`licence` is 'c=MIT'; expected LICENCE, or SOURCE=LICENCE"),
+        ("a.jsonl e.txt --licence e.tx=https://a.b/?c=d", "`licence` is 'e.tx=https://a.b/?c=d'; expected LICENCE"),
     ],
 )
 def test_mistakes_are_one_error_line(
     line: str, message: str, kalmix, mixed: tuple[tuple[str, ...], list[str]], tmp_path: Path
 ) -> None:
+    Path("link.txt").symlink_to("e.txt")
+    Path("linked").mkdir()
+    Path("linked/link.txt").symlink_to(tmp_path / "e.txt")
     result = kalmix("data", "prepare", *line.split(), "--output", "s", "--workers", 1)
     (error,) = (x for x in result.errors.splitlines() if x.startswith("error: "))
-    assert result.status == 2 and message.format(path=tmp_path) in error
+    assert result.status == 2 and message.format(path=tmp_path.resolve()) in error
+
+
+def test_links_inside_one_source_are_read(tmp_path: Path) -> None:
+    folder = write_corpus(tmp_path / "a", texts(20))
+    (folder / "link.txt").symlink_to("0003.txt")
+    (tmp_path / "b.txt").write_text("other words")
+    for number, source in enumerate((folder, folder / "*")):
+        settings = Preparation((str(source), str(tmp_path / "b.txt")), vocab_size=260, held_out=0)
+        manifest = prepare(settings, tmp_path / f"{number}")
+        assert read_documents(tmp_path / f"{number}", manifest, "train") == [*texts(20), texts(20)[3], "other words"]
 
 
 def test_wrong_types_are_refused() -> None:

@@ -6,7 +6,7 @@ The division depends on the source alone, so that the shards are the same for an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
@@ -81,22 +81,26 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         dataset: options of all datasets.
 
     Raises:
-        ArgumentError: there is no such file or folder, it holds no file that can be read, a file is named twice, or
-            `datasets` fails.
+        ArgumentError: there is no such file or folder, it holds no file that can be read, two names lead to one file,
+            or `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
-    found = [path for name in names for path in _expand(name, exclude)]
-    if len(found) == 1 and not found[0].startswith(DATASET):
-        return FileSource(str(Path(found[0]).absolute()), column, _list_files(Path(found[0]), exclude))
+    found = [_expand(name, exclude) for name in names]
+    if len(found) == 1 and len(found[0]) == 1 and not found[0][0].startswith(DATASET):
+        (path,) = map(Path, found[0])
+        return FileSource(str(path.absolute()), column, _list_files(path, exclude))
     sources, seen = list[Source](), set[str]()
-    for is_dataset, group in groupby(found, lambda name: name.startswith(DATASET)):
+    for is_dataset, group in groupby(found, lambda paths: paths[0].startswith(DATASET)):
         if is_dataset:
-            datasets = [DatasetSource(name.removeprefix(DATASET), column, dataset) for name in group]
-            _check_distinct((DATASET + x.name for x in datasets), seen)
-            sources += datasets
+            for (name,) in group:
+                _check_distinct([name], seen)
+                sources.append(DatasetSource(name.removeprefix(DATASET), column, dataset))
         else:
-            files = [file.inside(name) for name in group for file in _list_files(Path(name), exclude)]
-            _check_distinct((str(Path(file.name).absolute()) for file in files), seen)
+            files = list[SourceFile]()
+            for paths in group:
+                more = [file.inside(path) for path in paths for file in _list_files(Path(path), exclude)]
+                _check_distinct([str(Path(file.name).resolve()) for file in more], seen)
+                files += more
             sources.append(FileSource(str(Path.cwd()), column, tuple(files)))
     source = sources[0] if len(sources) == 1 else SourceList(tuple(sources))
     source.fingerprint()  # loads datasets
@@ -104,25 +108,31 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
 
 
 def _expand(name: str, exclude: Path) -> list[str]:
-    """Return the paths that match a pattern, without those inside another one; a name that is no pattern unchanged."""
+    """Return the paths that match a pattern; a name that is no pattern unchanged.
+
+    Left out are files that a folder leaves out, folders without text files, and paths inside another match.
+    """
     if name.startswith(DATASET) or not has_magic(name) or Path(name).exists():
         return [name]
-    found = dict[str, None]()
-    for path in map(Path, sorted(glob(name, recursive=True))):  # noqa: PTH207 - the pattern may be absolute
+    matches, found = sorted(glob(name, recursive=True)), dict[str, None]()  # noqa: PTH207 - it may be absolute
+    for path in map(Path, matches):
         inside = path.absolute().is_relative_to(exclude.absolute())
-        if not inside and not any(str(parent) in found for parent in path.parents):
+        if inside or any(str(parent) in found for parent in path.parents):
+            continue
+        if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
     if not found:
-        raise ArgumentError("source", got=f"{name!r}, which matches no file", expected=EXPECTED)
+        problem = "matches no text files" if matches else "matches no file"
+        raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
 
 
-def _check_distinct(names: Iterable[str], seen: set[str]) -> None:
-    """Check that names are not in `seen`, and add them."""
+def _check_distinct(names: Sequence[str], seen: set[str]) -> None:
+    """Check that the names of one source are not in `seen`, and add them. A folder may hold links to its own files."""
     for name in names:
         if name in seen:
             raise ArgumentError("source", problem=f"names {name!r} twice", expected="each file and dataset once")
-        seen.add(name)
+    seen.update(names)
 
 
 class SourceFile(NamedTuple):
@@ -138,10 +148,16 @@ class SourceFile(NamedTuple):
         return SourceFile(str(Path(folder, self.name)), *self[1:])
 
 
+def _walk(folder: Path, exclude: Path) -> Iterator[str]:
+    """Yield paths relative to `folder` of its files in formats that are read from a folder."""
+    for name in walk_files(folder, lambda name: file_kind(name) is not None):
+        if not (folder / name).absolute().is_relative_to(exclude.absolute()):
+            yield name
+
+
 def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
     if path.is_dir():
-        files = sorted(walk_files(path, lambda name: file_kind(name) is not None))
-        files = [name for name in files if not (path / name).absolute().is_relative_to(exclude.absolute())]
+        files = sorted(_walk(path, exclude))
     elif path.is_file():
         files = ["."]
     elif path.exists() or path.is_symlink():  # reading a FIFO or a device may never end
