@@ -1,7 +1,13 @@
-"""`import kalmix` needs torch alone, and no module of kalmix imports kalmix-bench."""
+"""`import kalmix` needs torch alone, no module of kalmix imports kalmix-bench, and packages are declared."""
 
+import ast
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 FILTERS = """
 import torch, kalmix
@@ -71,3 +77,24 @@ import kalmix.models
 
 def test_needs_torch_alone():
     run(TORCH_ALONE + FILTERS)
+
+
+def imported_packages(folder: Path) -> set[str]:
+    """Return the top-level names of all absolute imports in a folder, also of those inside functions."""
+    found = set()
+    for node in (node for path in folder.rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found.add(node.module.partition(".")[0])
+    return found
+
+
+def test_packages_that_kalmix_imports_are_declared():
+    """Their names are those of their distributions, but for `-` and `_`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
+    declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in lines}
+    by_others = {"huggingface_hub", "cycler"}  # transformers and matplotlib install these
+    imported = imported_packages(ROOT / "src") - sys.stdlib_module_names - {"kalmix"}
+    assert imported - by_others <= declared

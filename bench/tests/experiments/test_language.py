@@ -26,6 +26,7 @@ from kalmix_bench.experiments.language.protocol import (
     RunSize,
     best_rates,
     main_cells,
+    tuned_rates,
     tuning_cells,
 )
 from kalmix_bench.experiments.language.run import run_cell, summarize, training_seconds
@@ -169,6 +170,8 @@ def test_the_best_rate_of_each_layer_is_chosen_without_those_that_diverged() -> 
     assert best_rates(rows, ["kla"]) == best_rates(rows, ["gla", "kla"]) == {"kla": 2e-3}
     with pytest.raises(ArgumentError, match="no run of 'gla'"):
         best_rates(rows, ["gla"])
+    with pytest.raises(ArgumentError, match=r"`tuned_on` is 'c'; .* \(there is none\)"):
+        tuned_rates([], ["kla"], "c")
     rows += [{"language": "kla", "learning_rate": rate, "loss": loss} for rate, loss in ((1e-3, 2.8), (2e-3, 3.5))]
     assert best_rates(rows, ["kla"]) == {"kla": 1e-3}  # means over two seeds: 2.9 and 3.0
     cells = main_cells(PAPER, ["kla"], {"kla": 2e-3}, 3, "c")

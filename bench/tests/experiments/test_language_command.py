@@ -104,27 +104,71 @@ def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(
     assert (tmp_path / "report" / "language.svg").stat().st_size > 10_000
 
 
-@pytest.mark.parametrize(
-    ("options", "rate"), [((), 1e-2), (("--tuned-on", "other"), 2e-2), (("--tuned-on", "any"), 4e-2)], ids=str
-)
-def test_main_takes_its_rate_from_the_rows_of_a_corpus(
-    kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], rate: float
-) -> None:
-    """Rows of the stage main, and of models of another size, do not count."""
+@pytest.fixture
+def tuned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[LanguageCell]:
+    """Write rows of "tune" on three corpora, which choose different rates for kla and the same for gla.
+
+    The list has the cells that a command runs, on the corpus "own".
+    """
     asked: list[LanguageCell] = []
     monkeypatch.setattr(Manifest, "load", lambda folder: None)
     monkeypatch.setattr(corpus, "digest", lambda manifest: "own")
     monkeypatch.setattr(scheduler, "run", lambda experiment, cells, *others, **more: asked.extend(cells) or {})
     laptop = PRESETS["laptop"]
-    losses = {("own", 1e-2): 3.0, ("own", 2e-2): 3.1, ("other", 1e-2): 2.9, ("other", 2e-2): 2.8, ("third", 4e-2): 2.7}
-    cells = {LanguageCell(TUNE, "kla", laptop.tune, rate, 0, name): loss for (name, rate), loss in losses.items()}
+    losses = {
+        "kla": {"own": {1e-2: 3.0, 2e-2: 3.1}, "other": {1e-2: 2.9, 2e-2: 2.8}, "third": {4e-2: 2.7}},
+        "gla": {"other": {1e-2: 4.5, 2e-2: 4.6}, "third": {1e-2: 4.1, 4e-2: 4.2}},  # the lowest mean is that of 4e-2
+    }
+    cells = {
+        LanguageCell(TUNE, layer, laptop.tune, rate, 0, name): loss
+        for layer, corpora in losses.items()
+        for name, by_rate in corpora.items()
+        for rate, loss in by_rate.items()
+    }
     larger = replace(laptop.tune, tokens=2 * laptop.tune.tokens)
-    cells[LanguageCell(TUNE, "kla", larger, 8e-2, 0, "other")] = 0.1
-    cells[LanguageCell(MAIN, "kla", laptop.main, 8e-2, 0, "other")] = 0.1
+    for name in ("other", "fourth"):  # rows of the stage main, and of models of another size, do not count
+        cells[LanguageCell(TUNE, "kla", larger, 8e-2, 0, name)] = 0.1
+        cells[LanguageCell(MAIN, "kla", laptop.main, 8e-2, 0, name)] = 0.1
     Results(tmp_path / "results.jsonl").add(
         [{**cell.to_dict(), "loss": loss, "seconds": 1.0, "versions": {}} for cell, loss in cells.items()]
     )
-    stage = () if options else ("--stage", "main")
-    result = kalmix("bench", "language", "--layer", "kla", *stage, *options, "--shards", tmp_path, "--output", tmp_path)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("layer", "options", "rate"),
+    [
+        ("kla", "--stage main", 1e-2),
+        ("kla", "--tuned-on other", 2e-2),
+        ("kla", "--tuned-on th", 4e-2),
+        ("gla", "--tuned-on any", 1e-2),
+    ],
+)
+def test_main_takes_its_rate_from_the_rows_of_a_corpus(
+    kalmix, tmp_path: Path, tuned: list[LanguageCell], layer: str, options: str, rate: float
+) -> None:
+    places = ("--shards", tmp_path, "--output", tmp_path)
+    result = kalmix("bench", "language", "--layer", layer, *options.split(), *places)
     assert not result.errors
-    assert [(cell.stage, cell.learning_rate, cell.corpus) for cell in asked] == [(MAIN, rate, "own")]
+    assert [(cell.stage, cell.learning_rate, cell.corpus) for cell in tuned] == [(MAIN, rate, "own")]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "any",
+            "is 'any', but corpora choose different rates for 'kla'; expected one of the corpora 'own' (kla 0.01) ",
+        ),
+        ("any", " (kla 0.01) or 'other' (kla 0.02) or 'third' (kla 0.04)."),
+        ("fourth", "is 'fourth'; expected a corpus with rows of tune at this size ('own', 'other' or 'third')."),
+        ("o", "is 'o', which begins several names; expected a corpus"),
+        ("", "is ''; expected a corpus"),
+    ],
+)
+def test_a_corpus_whose_rates_are_not_known_is_refused(
+    kalmix, tmp_path: Path, tuned: list[LanguageCell], name: str, words: str
+) -> None:
+    layers, places = ("--layer", "kla", "--layer", "gla"), ("--shards", tmp_path, "--output", tmp_path)
+    result = kalmix("bench", "language", *layers, "--tuned-on", name, *places)
+    assert result.status != 0 and "`tuned_on` is " in result.errors and words in result.errors and not tuned

@@ -167,14 +167,18 @@ def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> 
     assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}
 
 
-def test_the_last_call_begins_no_long_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_call_begins_no_long_task_and_keeps_finished_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cells = campaign_cells(2)
     long = [cell for cell in cells if cell.task in ("mad/compression", "mad/selective-copying")]
     (tmp_path / "checkpoints" / digest(long[3])).mkdir(parents=True)
+    finished = {**long[5].to_dict(), "seconds": 1.0, "versions": {}}  # the checkpoint of a finished cell is deleted
+    Results(tmp_path / "results.jsonl").add([finished])
     monkeypatch.setattr(campaign, "absent_packages", lambda: {})
     monkeypatch.setattr(sys, "argv", ["campaign", str(tmp_path / "cells"), "--seeds", "2", "--last", str(tmp_path)])
     campaign.main()
-    expected = [cell for cell in cells if cell not in long or cell == long[3]]
+    expected = [cell for cell in cells if cell not in long or cell in (long[3], long[5])]
     written = cell_file.read(tmp_path / "cells", parse_cell)
     assert list(map(digest, written)) == list(map(digest, expected)) and len(expected) > 150
 

@@ -28,6 +28,7 @@ from kalmix_bench.experiments.language.protocol import (
     Preset,
     best_rates,
     main_cells,
+    tuned_rates,
     tuning_cells,
 )
 from kalmix_bench.runner import limited, options, scheduler
@@ -41,8 +42,7 @@ from kalmix_bench.runner.paper_claims import Finding
 from kalmix_bench.runner.progress import progress
 
 ALL_STAGES = "all"
-EQUAL_FIELDS = ("stage", "corpus", "size", "optimizer")  # of rows whose learning rates are compared
-ANY_CORPUS = "any"
+EQUAL_FIELDS = ("stage", "size", "optimizer")  # of rows whose learning rates are compared
 LAYER = (
     """Layer, such as kla or kla+attention, or with options: 'kla:{"slots": 8}'. Repeatable. Default: the preset's."""
 )
@@ -105,7 +105,8 @@ class Language(Experiment[LanguageCell]):
 class _Choice(NamedTuple):
     """Choices of a command: preset, layers, learning rates to compare, seeds, and whether each stage runs.
 
-    `tuned_on` is the corpus of the rows of "tune" from which "main" takes its rates: `None` for its own, or any.
+    `tuned_on` is the corpus of the rows of "tune" from which "main" takes its rates, as `tuned_rates` takes it; `None`
+    for the corpus of "main".
     """
 
     preset: Preset
@@ -129,10 +130,12 @@ class _Choice(NamedTuple):
         if len(self.rates) == 1:
             chosen = dict.fromkeys(self.layers, self.rates[0])
         else:
-            cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], self.tuned_on or digest)[0].to_dict()
-            names = [name for name in EQUAL_FIELDS if name != "corpus" or self.tuned_on != ANY_CORPUS]
-            same = (row for row in rows if all(row[name] == cell[name] for name in names))
-            chosen = best_rates(same, self.layers)
+            cell = tuning_cells(self.preset, self.layers[:1], self.rates[:1], digest)[0].to_dict()
+            same = [row for row in rows if all(row[name] == cell[name] for name in EQUAL_FIELDS)]
+            if self.tuned_on is None:
+                chosen = best_rates((row for row in same if row["corpus"] == digest), self.layers)
+            else:
+                chosen = tuned_rates(same, self.layers, self.tuned_on)
         return main_cells(self.preset, self.layers, chosen, self.seeds, digest)
 
 
@@ -161,8 +164,8 @@ def _command(
     tuned_on: Annotated[
         str | None,
         typer.Option(
-            help="Corpus whose rows of tune give main its rates: its name in the rows, or any. Skips the stage tune. "
-            "Default: the corpus of main."
+            help="Corpus whose rows of tune give main its rates: its name in the rows, or the beginning of it; or any, "
+            "if all corpora choose the same rates. Skips the stage tune. Default: the corpus of main."
         ),
     ] = None,
     seeds: Annotated[

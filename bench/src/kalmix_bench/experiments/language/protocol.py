@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from kalmix.errors import ArgumentError
+from kalmix.errors import ArgumentError, any_of
 from kalmix.training.batching import plan_batches
 from kalmix.training.recipe import Recipe
 from kalmix.validation import check_choice
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 TUNE, MAIN = "tune", "main"
 STAGES = (TUNE, MAIN)
+ANY_CORPUS = "any"
 TUNE_HINT = "Run the stage `tune` with lower `--rates`"
 LONGER = 4  # the longest test sequences have so many times the tokens of the training sequences
 # Settings of every run. Learning rates are given for a width of 512 and 2^18 tokens a step.
@@ -281,12 +282,63 @@ def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
     """Return the learning rate of the lowest held-out loss of each layer, averaged over seeds.
 
     Args:
-        rows: rows of the stage "tune"; a rate at which one diverged does not count.
+        rows: rows of the stage "tune" on one corpus; a rate at which one diverged does not count.
         layers: layers that need one. Layers without a run, or whose every run diverged, are left out.
 
     Raises:
         ArgumentError: no layer is left.
     """
+    return _require_rates(_lowest_losses(rows, layers), layers)
+
+
+def tuned_rates(rows: Iterable[Row], layers: Sequence[str], tuned_on: str) -> dict[str, float]:
+    """Return the learning rates that a corpus chooses, as `best_rates` does.
+
+    Args:
+        rows: rows of the stage "tune" at one size. Losses of different corpora are not compared.
+        layers: layers that need one. Layers without a run, or whose every run diverged, are left out.
+        tuned_on: name of the corpus, or its beginning if no other begins so; or "any", for layers whose corpora all
+            choose the same rate.
+
+    Raises:
+        ArgumentError: no corpus or several have this name; corpora choose different rates; or no layer is left.
+    """
+    rows_by_corpus: dict[str, list[Row]] = {}
+    for row in rows:
+        rows_by_corpus.setdefault(row["corpus"], []).append(row)
+    if tuned_on != ANY_CORPUS:
+        return best_rates(rows_by_corpus[_full_name(tuned_on, rows_by_corpus)], layers)
+    choices = {corpus: _lowest_losses(of_corpus, layers) for corpus, of_corpus in rows_by_corpus.items()}
+    disputed = [layer for layer in layers if len({found[layer] for found in choices.values() if layer in found}) > 1]
+    if disputed:
+        raise _different_rates(choices, disputed)
+    return _require_rates({layer: rate for found in choices.values() for layer, rate in found.items()}, layers)
+
+
+def _full_name(given: str, corpora: Iterable[str]) -> str:
+    """Return the corpus of this name, or the only one whose name begins so."""
+    names = list(corpora)
+    found = [given] if given in names else [name for name in names if given and name.startswith(given)]
+    if len(found) == 1:
+        return found[0]
+    problem = f"is {given!r}" + (", which begins several names" if found else "")
+    known = any_of(names) if names else "there is none"
+    raise ArgumentError("tuned_on", problem=problem, expected=f"a corpus with rows of tune at this size ({known})")
+
+
+def _different_rates(choices: Mapping[str, Mapping[str, float]], layers: Sequence[str]) -> ArgumentError:
+    """Return the error for layers for which corpora choose different rates."""
+    by_corpus = {
+        corpus: ", ".join(f"{layer} {rates[layer]:g}" for layer in layers if layer in rates)
+        for corpus, rates in choices.items()
+    }
+    listed = [f"{corpus!r} ({rates})" for corpus, rates in by_corpus.items() if rates]
+    problem = f"is {ANY_CORPUS!r}, but corpora choose different rates for {', '.join(map(repr, layers))}"
+    return ArgumentError("tuned_on", problem=problem, expected=f"one of the corpora {' or '.join(listed)}")
+
+
+def _lowest_losses(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
+    """Return the rate of the lowest mean loss of each of the layers that have one."""
     losses: dict[str, dict[float, list[float]]] = {}
     for row in rows:
         of_rate = losses.setdefault(row["language"], {}).setdefault(row["learning_rate"], [])
@@ -296,7 +348,11 @@ def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
         means = {rate: fmean(values) for rate, values in by_rate.items() if max(values) < inf}
         if means:
             best[name] = min(means, key=lambda rate: means[rate])
-    found = {layer: best[layer] for layer in layers if layer in best}
+    return {layer: best[layer] for layer in layers if layer in best}
+
+
+def _require_rates(found: dict[str, float], layers: Sequence[str]) -> dict[str, float]:
+    """Return `found`; raise an error if it has no layer."""
     if not found:
         problem = f"has no run of {', '.join(map(repr, layers))} that did not diverge"
         raise ArgumentError("rates", problem=problem, expected="a rate with a finite loss", hint=TUNE_HINT)

@@ -5,8 +5,8 @@
 Cells of one seed come before those of the next. Within a seed, the first sixteen cells are from MAD, MQAR and A5, so
 that an early end leaves rows of each; then come more tasks, depths and layers, and long-context recall. KLA+, and
 layers of other packages, come last, with one seed; cells whose package is not installed are left out. `--last RUN` is
-for the last call on a machine: it leaves out MAD's long tasks that have no checkpoint in RUN, because they would not
-end.
+for the last call on a machine: it leaves out cells of MAD's long tasks that have neither a row nor a checkpoint in RUN,
+because they would not end.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.runner import cell_file
-from kalmix_bench.runner.cells import digest
+from kalmix_bench.runner.cells import Results, digest
 
 NEGATIVE_DELTANET = 'gated-deltanet:{"negative_eigenvalues": true}'
 MAD_FIRST = ("kla", "kla-noise-free", "gated-deltanet", "gla")  # layers of the paper's figure and table
@@ -92,8 +92,17 @@ def is_long(cell: RecallCell) -> bool:
 
 
 def last_cells(cells: Iterable[RecallCell], run: Path) -> list[RecallCell]:
-    """Return the cells that can end in the last call: without long ones that have no checkpoint in the folder `run`."""
-    return [cell for cell in cells if not is_long(cell) or (run / "checkpoints" / digest(cell)).exists()]
+    """Return the cells of the last call: no long one that has neither a row nor a checkpoint in the folder `run`.
+
+    Finished cells stay, because the report is on the listed cells only; their checkpoints are deleted.
+    """
+    cells = list(cells)
+    finished = Results(run / "results.jsonl").rows(cells)
+
+    def can_end(cell: RecallCell) -> bool:
+        return not is_long(cell) or cell in finished or (run / "checkpoints" / digest(cell)).exists()
+
+    return [cell for cell in cells if can_end(cell)]
 
 
 def absent_packages() -> dict[str, str]:
