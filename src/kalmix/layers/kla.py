@@ -78,7 +78,7 @@ class KLA(Mixer):
         y = out((read + skip * z) * SiLU(gate))
 
     This layer gates its own output, so it is published alone in a residual block, without an MLP. A language model
-    with fewer blocks and an MLP behind each layer learns faster in its first steps (docs/results/language.md).
+    with fewer blocks and an MLP behind each layer bears higher learning rates (docs/results/language.md).
 
     `diagonal` is the filter, `kalmix.ops.diagonal`; all channels share q and k. conv4 is a causal convolution per
     channel with 4 taps. Decay and process noise are learned per cell and do not depend on the token. The observation

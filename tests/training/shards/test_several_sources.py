@@ -116,6 +116,22 @@ def test_patterns_leave_out_the_output_and_what_is_inside_another_match(
     assert prepare(Preparation("b/**", vocab_size=300, held_out=0), "b/shards") == manifest
 
 
+@pytest.mark.parametrize("source", ["b", "b/*"])
+@pytest.mark.parametrize("output", ["b/shards", "c/../b/shards", "linked/shards"])
+def test_an_output_inside_the_source_is_left_out_by_any_path(
+    source: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("b").mkdir()
+    Path("c").mkdir()
+    Path("linked").symlink_to("b")
+    for n in range(3):
+        Path(f"b/{n}.txt").write_text(f"document {n}")
+    for _ in range(2):  # the second call finds the files of the first
+        manifest = prepare(Preparation(source, vocab_size=257, held_out=0), output)
+        assert manifest.count("train", "documents") == 3
+
+
 def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "b", texts(30))
     (folder / "licences.json").write_text('[{"licence": "MIT"}]')

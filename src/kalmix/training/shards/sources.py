@@ -85,6 +85,7 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
             or `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
+    exclude = exclude.resolve()
     found = [_expand(name, exclude) for name in names]
     if len(found) == 1 and len(found[0]) == 1 and not found[0][0].startswith(DATASET):
         (path,) = map(Path, found[0])
@@ -116,8 +117,7 @@ def _expand(name: str, exclude: Path) -> list[str]:
         return [name]
     matches, found = sorted(glob(name, recursive=True)), dict[str, None]()  # noqa: PTH207 - it may be absolute
     for path in map(Path, matches):
-        inside = path.absolute().is_relative_to(exclude.absolute())
-        if inside or any(str(parent) in found for parent in path.parents):
+        if path.resolve().is_relative_to(exclude) or any(str(parent) in found for parent in path.parents):
             continue
         if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
@@ -151,7 +151,7 @@ class SourceFile(NamedTuple):
 def _walk(folder: Path, exclude: Path) -> Iterator[str]:
     """Yield paths relative to `folder` of its files in formats that are read from a folder."""
     for name in walk_files(folder, lambda name: file_kind(name) is not None):
-        if not (folder / name).absolute().is_relative_to(exclude.absolute()):
+        if not (folder / name).resolve().is_relative_to(exclude):
             yield name
 
 
