@@ -43,6 +43,7 @@ NAMES = {
     "softmax": "softmax attention",
     "softmax-2": "softmax attention, 2 layers",
     "kalman": "Kalman filter",
+    "kalman, mean noise": "Kalman filter, mean noise",
     "kalman, known outliers": "Kalman filter, known outliers",
 }
 

@@ -31,12 +31,11 @@ class SimulatedSetting:
         return splits(self.system, self.sampling, sizes, seed)
 
     def references(self, trajectories: Trajectories) -> dict[str, Errors]:
-        """Compute errors of predictors that learn nothing: the last measurement, and the Kalman filter with the true
-        system.
+        """Compute errors of predictors that learn nothing: the last measurement, and Kalman filters with the true system.
 
-        The smoother estimates the state from all measurements. "kalman, known outliers" also knows which measurements
-        are
-        outliers.
+        The smoother estimates the state from all measurements. With outliers, "kalman" expects none, "kalman, mean
+        noise" has the variance of all measurements, the best of a linear filter, and "kalman, known outliers" knows
+        which measurements are outliers.
         """
         assert trajectories.state is not None and trajectories.is_outlier is not None
         known = kalman(self.system, trajectories.times, trajectories.measurements)
@@ -45,11 +44,12 @@ class SimulatedSetting:
             "smoother": {"state": float((known.smoothed.mean - trajectories.state)[:, 1:].square().mean())},
         }
         if self.sampling.outliers:
-            larger = torch.where(trajectories.is_outlier, self.sampling.outlier_scale**2, 1.0)
-            informed = kalman(
-                self.system, trajectories.times, trajectories.measurements, self.system.obs_noise * larger
-            )
-            errors["kalman, known outliers"] = squared_errors(informed.predicted.mean[:, 1:], trajectories)
+            larger = torch.where(trajectories.is_outlier, self.sampling.outlier_scale**2, 1.0).double()
+            mean = torch.full_like(larger, 1 + self.sampling.outliers * (self.sampling.outlier_scale**2 - 1))
+            for name, factor in (("mean noise", mean), ("known outliers", larger)):
+                noise = self.system.obs_noise * factor
+                found = kalman(self.system, trajectories.times, trajectories.measurements, noise)
+                errors[f"kalman, {name}"] = squared_errors(found.predicted.mean[:, 1:], trajectories)
         return errors
 
     def to_dict(self) -> dict[str, Any]:
