@@ -31,7 +31,7 @@ class SimulatedSetting:
         return splits(self.system, self.sampling, sizes, seed)
 
     def references(self, trajectories: Trajectories) -> dict[str, Errors]:
-        """Compute errors of predictors that learn nothing: the last measurement, and Kalman filters with the true system.
+        """Compute errors of predictors that learn nothing: last measurement, and Kalman filters with the true system.
 
         The smoother estimates the state from all measurements. With outliers, "kalman" expects none, "kalman, mean
         noise" has the variance of all measurements, the best of a linear filter, and "kalman, known outliers" knows
