@@ -59,7 +59,7 @@ def _time_limit(seconds: float) -> Iterator[None]:
     except CellStopped:
         raise
     except Exception as error:
-        if not passed:
+        if not passed or error is passed[0]:
             raise
         raise passed[0] from error
     finally:
