@@ -172,7 +172,7 @@ def _length(cell: RecallCell) -> int:
         ("mad --depth 1,0", "`depth` is '1,0'"),
         ("mad --validation -1", "`validation` is -1"),
         ("mad --task copying", "selective-copying"),
-        ("mad --preset desktop", "'laptop', 'paper', 'short' or 'mad-lab'"),
+        ("mad --preset desktop", "'laptop', 'paper', 'short', 'encoder' or 'mad-lab'"),
         ("mad --seeds 0", "`seeds` is 0"),
         ("mqar --hidden-size 12", "expected 8 or 16"),
         ("mqar --jobs 0", "`jobs` is 0"),

@@ -158,6 +158,30 @@ def test_a_run_ends_at_the_stop_score_or_without_improvement(tmp_path: Path) -> 
     assert found(replace(COPY, protocol=replace(stale, patience=None, stop_score=0.0)), tmp_path)["epochs"] == 1
 
 
+def test_lengths_without_training_rows_choose_no_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is right on the trained length from the second epoch on, and on the other in the first alone."""
+    parts = (Part.of(24, 8, k=3), Part.of(0, 8, k=5), Part.of(24, 0, k=2))
+    protocol = replace(COPY.protocol, epochs=9, patience=3, stop_score=2.0)
+    cell = replace(COPY, task="words/a5", parts=parts, protocol=protocol)
+    predict, calls = trainer.CellTrainer.predict_rows, []
+
+    def known(self: trainer.CellTrainer, rows: Rows) -> tuple[float, np.ndarray]:
+        calls.append(rows.inputs.shape[1])
+        is_short, epoch = rows.inputs.shape[1] == min(calls), (len(calls) - 1) // 2
+        loss, predicted = predict(self, rows)
+        return loss, rows.targets if (epoch > 0) == is_short else np.zeros_like(predicted)
+
+    monkeypatch.setattr(trainer.CellTrainer, "predict_rows", known)
+    row = found(cell, tmp_path)
+    assert row["epochs"] == 2 + 3  # the best epoch is the second
+    assert row["curves"]["trained_sequence_accuracy"] == [0, 1, 1, 1, 1]
+    assert row["curves"]["sequence_accuracy"] == [0.5] * 5 and row["scores"]["sequence_accuracy"] == 0.5
+    assert [part["sequence_accuracy"] for part in row["slices"]["score"]] == [1, 0]
+    calls.clear()
+    stopped = found(replace(cell, protocol=replace(protocol, stop_score=0.99)), tmp_path / "stopped")
+    assert stopped["epochs"] == 2
+
+
 def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:
     cell = replace(COPY, protocol=replace(COPY.protocol, learning_rate=1e30, max_grad_norm=0.0))
     row = found(cell, tmp_path)

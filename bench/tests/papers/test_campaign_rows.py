@@ -44,10 +44,16 @@ def printed(cell: RecallCell, index: int) -> float:
     if cell.task == "words/a5":
         settings = [part.settings for part in cell.parts if part.test][index]
         return 0.95 if dict(settings)["k"] <= REACH.get(cell.layer, 10) * cell.shape.depth else 0.2
+    if cell.shape.encoder and not cell.shape.decoder:  # another reading of the paper, which counts nowhere
+        return 0.1
     if cell.task in ("recall/long", "mqar"):
-        return {"gated-deltanet": 0.9, "kla": 0.85, "kalmanet-bare": 0.95}.get(cell.layer, 0.5) + spread
-    if cell.task == "mqar/rewrite":
-        return {"bayesian": 0.88, "gated-deltanet": 0.6}[cell.layer] + spread
+        name = cell.layer.partition(":")[0]
+        return {"gated-deltanet": 0.9, "kla": 0.85, "kalmanet-bare": 0.95}.get(name, 0.5) + spread
+    if cell.task == "mqar/block":
+        return 0.95 + spread
+    if cell.task in ("mqar/update", "mqar/rewrite"):  # printed as approximate
+        about = {"bayesian": 0.88, "bayesian-no-conv": 0.9, "gated-deltanet": 0.62, "mamba2": 0.6}
+        return about.get(cell.layer, 0.8) + spread
     score = published_score(cell.task, cell.layer)
     return (0.8 if score is None else score.percent / 100) + spread - BETTER_ON_TEST * bool(cell.protocol.validation)
 
@@ -92,7 +98,6 @@ def test_each_line_is_decided_by_a_whole_campaign(whole: CommittedResults) -> No
         (KLA, "Figure 3b"),
         (KLA, "Figure 6b"),
         (BAYES, "Figure 4a"),
-        (BAYES, "Figure 4c"),
         (SOLVES, "Figure 2a"),
     )
     assert statuses == dict.fromkeys(LINES, REPRODUCED) | dict.fromkeys(rankings, CONFIRMED)
@@ -139,10 +144,10 @@ def test_a_cut_after_any_row_leaves_lines_with_reasons(count: int, tmp_path: Pat
 
 def test_accuracies_on_multi_query_recall_are_shown_by_task(whole: CommittedResults, tmp_path: Path) -> None:
     by_line = {tuple(cells[:2]): cells[2:] for cells in table(whole, "Numbers of Figure 4")}
-    bayesian = ["80.0 ± 0.2 (2)", "**88.0 ± 0.2** (2)", "88.0 ± 0.2 (2)", "80.0 ± 0.2 (2)"]
+    bayesian = ["80.0 ± 0.2 (2)", "**88.0 ± 0.2** (2)", "88.0 ± 0.2 (2)", "95.0 ± 0.2 (2)"]
     assert by_line["Bayesian Layer", "epoch chosen on test rows"] == bayesian
     assert by_line["Bayesian Layer", "paper"] == ["", "88", "", ""] and by_line["Mamba-2", "paper"][1] == "60"
-    assert by_line["KDA", "epoch chosen on test rows"][1:] == ["80.0 ± 0.2 (2)", "", "80.0 ± 0.2 (2)"]
+    assert by_line["KDA", "epoch chosen on test rows"][1:] == ["80.0 ± 0.2 (2)", "", "95.0 ± 0.2 (2)"]
     larger = make_cells(BENCHES["mqar"]["paper"], ["update"], ["bayesian"], 1)  # other rows of the task change nothing
     more = results(tmp_path, campaign_rows([*CELLS, *larger], printed))
     assert table(more, "Numbers of Figure 4") == table(whole, "Numbers of Figure 4")

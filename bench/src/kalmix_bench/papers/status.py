@@ -17,7 +17,8 @@ EQUAL_SHARES = 0.0005  # largest difference of fractions that match: half of the
 REPRODUCED, CONFIRMED, DIFFERS = "reproduced", "order confirmed", "differs"
 PICTURE, NOT_RUN, NO_EXPERIMENT = "picture drawn", "not run", "not an experiment"
 MEANINGS = {
-    REPRODUCED: "each printed number with a result here is within one standard error of ours, or equals ours, rounded",
+    REPRODUCED: "each printed number with a result here is within one standard error of ours, or equals ours, rounded; "
+    "numbers printed as approximate are within 2.5 points",
     CONFIRMED: "each ranking that the paper states holds here, by any difference; no number was compared",
     DIFFERS: "at least one number or ranking does not agree; the line says why, as far as we know",
     PICTURE: "a picture without numbers, drawn here from our own models; compare by eye",
@@ -148,7 +149,8 @@ def _compare_blocks(blocks: Blocks, results: CommittedResults) -> Iterator[Compa
 
 def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
     limit = number.printed or number.above or number.below
-    theirs = "printed " if number.printed else "claimed above " if number.above else "claimed below "
+    kinds = (("printed about ", number.about), ("printed ", number.printed), ("claimed above ", number.above))
+    theirs = next((text for text, holds in kinds if holds), "claimed below ")
     if ours is None:
         return Comparison(number.what, theirs + limit, None)
     if not ours.seeds and ours.diverged:
@@ -156,7 +158,7 @@ def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
     factor = 100 if number.percent else 1
     value, error, bound = factor * ours.value, factor * ours.error, float(limit)
     if number.printed:
-        agrees, shown = agree(value, error, limit), _format(value, limit)
+        agrees, shown = agree(value, error, limit, number.about), _format(value, limit)
         distance = _difference(value, bound)
     else:
         agrees, shown, distance = (value > bound if number.above else value < bound), f"{value:.4g}", 0.0
@@ -170,15 +172,16 @@ def _uncertainty(ours: Measured, factor: float) -> str:
     return error + (f" ({ours.diverged} of {ours.seeds + ours.diverged} seeds diverged)" if ours.diverged else "")
 
 
-def agree(value: float, error: float, printed: str) -> bool:
+def agree(value: float, error: float, printed: str, about: float = 0.0) -> bool:
     """Return whether a number is within its standard error of a printed one, or equals it when rounded.
 
     Args:
         value, error: our number and its standard error; NaN if it has none.
         printed: the paper's number, with its decimals.
+        about: a difference that agrees in any case.
     """
     half_unit = 0.5 * 10.0 ** -_decimals(printed)
-    return abs(value - float(printed)) <= max(half_unit * (1 + 1e-9), 0.0 if error != error else error)
+    return abs(value - float(printed)) <= max(half_unit * (1 + 1e-9), 0.0 if error != error else error, about)
 
 
 def _decimals(printed: str) -> int:

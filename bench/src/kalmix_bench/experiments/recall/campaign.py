@@ -34,7 +34,7 @@ SOLVERS = ("kalmanet-bare", "gated-deltanet", "mamba2", "deltanet", "mesanet")
 
 
 class _Stage(NamedTuple):
-    """Cells of some tasks: a benchmark, its preset, tasks, layers and depths."""
+    """Cells of some tasks: a benchmark, its preset, tasks, layers (those of the preset if empty) and depths."""
 
     bench: str
     preset: str
@@ -48,18 +48,21 @@ STAGES = (
     # 16 cells, which begin at once with 8 processes on each of two GPUs: some of each benchmark
     _Stage("a5", "short", ("a5",), WORDS, (1,)),
     _Stage("mad", "paper", LONG, MAD_FIRST),
-    _Stage("mqar", "short", ("update", "shared"), ("bayesian", "gated-deltanet")),
-    _Stage("mqar", "short", ("block", "rewrite"), ("bayesian", "gated-deltanet")),
+    _Stage("mqar", "short", ("update",), ("bayesian", "gated-deltanet")),
+    _Stage("mad", "encoder", ("selective-copying",), ("kla", "kla-noise-free"), one_seed=True),
+    _Stage("mqar", "short", ("shared", "block", "rewrite"), ("bayesian", "gated-deltanet")),
     _Stage("a5", "short", ("a5",), WORDS, (2,)),
     _Stage("mad", "paper", LONG, MAD_OTHERS[:2]),  # long tasks begin early enough to end
     _Stage("mad", "paper", FAST, MAD_FIRST),
     _Stage("a5", "short", ("a5",), WORDS, (3, 4)),
     _Stage("mad", "paper", LONG, MAD_OTHERS[2:]),
     _Stage("mad", "paper", FAST, MAD_OTHERS),
+    _Stage("mad", "encoder", ("fuzzy-recall",), ("kla", "kla-noise-free"), one_seed=True),
+    _Stage("mqar", "short", ("update", "shared", "rewrite"), ("bayesian-no-conv",)),
     _Stage("mqar", "short", ("update",), ("kda", "bayesian-slow", "mamba2")),
     _Stage("mqar", "short", ("block",), ("bayesian-no-conv", "gated-deltanet-no-conv", "kda")),
     _Stage("mqar", "short", ("shared",), ("kda",)),
-    _Stage("mad", "short", ("long",), ("kla", "gated-deltanet", "gla")),
+    _Stage("mad", "short", ("long",), ()),
     _Stage("mqar", "short", ("mqar",), SOLVERS),
     _Stage("mad", "paper", FAST, ("kla-plus", *PACKAGES), one_seed=True),
     _Stage("mad", "paper", LONG, ("kla-plus", *PACKAGES), one_seed=True),

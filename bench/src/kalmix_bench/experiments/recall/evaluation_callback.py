@@ -51,10 +51,11 @@ class EvaluationCallback(TrainerCallback, ExportableState):
 
     Attributes:
         curves: values per epoch, by name: training `loss`, `test_loss`, and the task's scores as means over parts; for
-            validation rows `validation_loss` and scores with the prefix `validation_`.
-        slices: test scores of each part at the selected epochs "loss", "score" and "last". If there are validation
-            rows,
-            they select the epochs, and "loss on test" and "score on test" are those that test rows select.
+            validation rows `validation_loss` and scores with the prefix `validation_`. With the prefix `trained_`,
+            means over the parts that have training rows, if others have test rows only.
+        slices: test scores of each part at the selected epochs "loss", "score" and "last". Parts with training rows
+            select the epochs, and end the training. If there are validation rows, they do so, and "loss on test" and
+            "score on test" are the epochs that test rows select.
         seconds: time of training and of evaluation.
         stopped: whether the run stored a checkpoint and stopped because `on_progress` returned true.
         fallbacks: why steps on a GPU were not compiled or not captured as a CUDA graph; empty if they were.
@@ -139,9 +140,9 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         began = time.monotonic()
         parts = self._score_parts(self.drawn.test)
         means = {"loss": loss, **self.mean_scores(parts)}
-        if self.drawn.validation:
-            held_out = self.mean_scores(self._score_parts(self.drawn.validation))
-            means |= {self._selection_curve(name): value for name, value in held_out.items()}
+        selecting = self._score_parts(self.drawn.validation) if self.drawn.validation else parts
+        selecting = [part for part, is_trained in zip(selecting, self._trained, strict=True) if is_trained]
+        means |= {self._selection_curve(name): value for name, value in self.mean_scores(selecting).items()}
         for name, value in means.items():
             self.curves.setdefault(name, []).append(value)
         best = {
@@ -153,9 +154,17 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         self.slices |= {name: parts for name, holds in best.items() if holds}
         self.seconds["evaluation"] += time.monotonic() - began
 
+    @property
+    def _trained(self) -> list[bool]:
+        """Whether each part with test rows has training rows; all true if none has."""
+        found = [part.train > 0 for part in self.cell.parts if part.test > 0]
+        return found if any(found) else [True] * len(found)
+
     def _selection_curve(self, name: str) -> str:
         """Return the name of the curve that selects epochs in place of the test curve `name`."""
-        return f"validation_{name.removeprefix('test_')}" if self.drawn.validation else name
+        if self.drawn.validation:
+            return f"validation_{name.removeprefix('test_')}"
+        return name if all(self._trained) else f"trained_{name}"
 
     def _score_parts(self, rows: Sequence[datasets.Rows]) -> list[dict[str, float]]:
         """Return loss and scores of each part that has rows."""

@@ -140,7 +140,11 @@ def _command(bench: str) -> Callable[..., None]:
 
     def run(
         preset: Annotated[
-            str, typer.Option(help="laptop: minutes on two cores. paper: full size, for a GPU. short: fewer rows.")
+            str,
+            typer.Option(
+                help="laptop: minutes on two cores. paper: full size, for a GPU. short: fewer rows or epochs. encoder: "
+                "MAD without the MLP behind the block."
+            ),
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
         task: Annotated[list[str] | None, typer.Option(help="Task to run, by name; repeatable. Default: all.")] = None,

@@ -12,6 +12,8 @@ from kalmix_bench import datasets
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.scores import Score
 
+ENCODER_ONLY = "no MLP behind the blocks"
+
 
 @dataclass(frozen=True)
 class LayerSummary:
@@ -75,7 +77,9 @@ def _main(row: Row) -> float:
 
 
 def describe_condition(row: Row) -> str:
-    """Return the settings of a row that differ from the task's baseline, as text."""
+    """Return the settings of a row that differ from the task's baseline, as text; and whether only an encoder's MLP
+    stands around the blocks (`ENCODER_ONLY`).
+    """
     baseline, parts = asdict(datasets.get_task(row["task"]).baseline), row["parts"]
     values = {name: list(dict.fromkeys(part["settings"][name] for part in parts)) for name in parts[0]["settings"]}
     parts_text = [f"{n} {'/'.join(map(str, those))}" for n, those in values.items() if those != [baseline[n]]]
@@ -83,6 +87,8 @@ def describe_condition(row: Row) -> str:
     parts_text.append(f"{rows} rows, at most {protocol['epochs']} epochs")
     if protocol.get("validation"):
         parts_text.append(f"epoch chosen on {protocol['validation']} validation rows")
+    if row["shape"].get("encoder") and not row["shape"].get("decoder"):
+        parts_text.append(ENCODER_ONLY)
     return ", ".join(parts_text)
 
 
