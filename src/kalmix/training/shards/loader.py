@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -202,8 +203,11 @@ class TokenLoader(DataLoader[Batch]):
         if len(tokenizers) > 1:
             problem = f"have {len(tokenizers)} different tokenizers"
             raise ArgumentError("shards", problem=problem, expected="shards of one tokenizer")
+        options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
+        if workers:
+            options["worker_init_fn"] = _outlive_one_signal
         own = torch.Generator()  # so that an iterator draws its seed, which is unused, from no other generator
-        super().__init__(dataset, batch_size=None, num_workers=workers, pin_memory=pin_memory, generator=own)
+        super().__init__(dataset, batch_size=None, generator=own, **options)
 
     def __iter__(self) -> Iterator[Batch]:  # pyright: ignore[reportIncompatibleMethodOverride]
         for batch in super().__iter__():
@@ -246,6 +250,15 @@ class TokenLoader(DataLoader[Batch]):
         names = ("seq_len", "packing", "seed", "split")
         settings = {name: getattr(order, name) for name in names}
         return {**settings, "weights": dataset.weights, "shards": [_digest(each) for each in hashes]}
+
+
+def _outlive_one_signal(worker: int) -> None:
+    """Let a worker outlive the first SIGTERM.
+
+    torchrun and schedulers send it to all processes of a run. The training process then still needs batches, to end the
+    step and save a checkpoint.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
 def _equal(saved: Any, value: Any) -> bool:
