@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -334,3 +336,14 @@ def test_branch_in_two_processes_equals_a_run_that_was_planned_so(
     for name in ("loss", "grad_norm", "learning_rate"):
         first, second = ([row[name] for row in rows if name in row and row["step"] > 4] for rows in (branch, whole))
         assert first == second and len(first) == 4, name
+
+
+@pytest.mark.slow
+def test_a_refused_branch_is_one_error_of_two_processes(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "kalmix.cli"]
+    line += ["pretrain", "--branch-from", str(stable[1] / "checkpoint-8"), "--set", f"text={__file__}"]
+    ended = subprocess.run([*line, "--output", str(tmp_path / "branch")], capture_output=True, text=True, check=False)
+    errors = [text for text in ended.stderr.splitlines() if text.startswith("error:")]
+    assert ended.returncode == 1, ended.stderr
+    assert errors == ["error: `branch_from` trains on shards, and the branch on text; expected the same kind of data."]
+    assert [path.name for path in (tmp_path / "branch").iterdir()] == [".lock"]

@@ -133,12 +133,17 @@ def test_branches_to_unfit_data_are_refused(
 ) -> None:
     given, folder = stable
     prepare(Preparation(str(other.parent / "corpus"), vocab_size=270, held_out=0.1), tmp_path / "tokens")
+    (tmp_path / "short.txt").write_text("a b")
+    prepare(Preparation(str(tmp_path / "short.txt"), str(shards / "tokenizer"), held_out=0), tmp_path / "short")
+    mixture = {str(shards): 0.5, str(tmp_path / "tokens"): 0.5}
     for path, message in (
         (tmp_path / "tokens", "`shards` have another tokenizer than the run; expected shards that .* --tokenizer"),
+        (mixture, "`shards` have 2 different tokenizers"),
+        (tmp_path / "short", r"whose split 'train' has . tokens; expected enough for one row"),
         (None, "`branch_from` trains on shards, and the branch on text; expected the same kind of data"),
     ):
         text = None if path else str(Path(__file__))
-        changed = replace(given, steps=12, shards=path and str(path), text=text)
+        changed = replace(given, steps=12, shards=str(path) if isinstance(path, Path) else path, text=text)
         with pytest.raises(ArgumentError, match=message):
             train(changed, tmp_path / "branch", branch_from=folder / "checkpoint-8")
         assert not names(tmp_path / "branch") and not (tmp_path / "branch" / "recipe.json").exists()

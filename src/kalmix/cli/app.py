@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, NoReturn
 try:
     import typer
     from rich.console import Console
+    from rich.text import Text
 except ImportError:
     sys.exit("error: the command line needs typer and rich, which are not installed: pip install 'kalmix[cli]'")
 
@@ -157,6 +158,6 @@ def _one_line_messages() -> Iterator[None]:
 
 
 def _fail(message: str, *, status: int) -> NoReturn:
-    Console(stderr=True, soft_wrap=True).print("[bold red]error:[/]", end=" ")
-    Console(stderr=True, soft_wrap=True, highlight=False, markup=False).print(message)
+    error = Text.assemble(("error:", "bold red"), " ", message)  # one write, as other processes may print an error, too
+    Console(stderr=True, soft_wrap=True, highlight=False).print(error)
     sys.exit(status)

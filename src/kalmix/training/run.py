@@ -183,8 +183,7 @@ def train(
         _peer_errors(recipe, output),
     ):
         if branch_from is not None:
-            data = source.digests(run_of(Path(branch_from)))
-            recipe, resume = _branch(recipe, output, Path(branch_from), data), True
+            recipe, resume = _branch(recipe, output, Path(branch_from), source), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
 
 
@@ -228,14 +227,21 @@ def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequ
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
 
-def _branch(recipe: Recipe, output: Path, start: Path, data: inputs.Digests) -> Recipe:
-    """Begin a branch in the main process; return its recipe in all. `data` are the digests of its data."""
+def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | ShardSource) -> Recipe:
+    """Begin a branch in the main process, and return its recipe in all. If it cannot begin, the others end quietly."""
     state = process_state()
-    with state.main_process_first():
-        if state.is_main_process:
-            _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
-            _check_new(output)
-            begin_branch(recipe, start, output, data, state.num_processes)
+    try:
+        with state.main_process_first():
+            if state.is_main_process:
+                _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
+                _check_new(output)
+                if isinstance(source, ShardSource):
+                    source.check_rows()
+                begin_branch(recipe, start, output, source.digests(run_of(start)), state.num_processes)
+    except RuntimeError as error:
+        if state.is_main_process or not is_peer_error(error):
+            raise
+        raise SystemExit(1) from None  # the main process has printed its error
     return Recipe.load(output)
 
 

@@ -139,6 +139,15 @@ class ShardSource:
             expected = f"at least {self.shards[0].manifest.vocab_size}, the vocabulary of the shards"
             raise ArgumentError("vocab_size", got=recipe.vocab_size, expected=expected)
 
+    def check_rows(self) -> None:
+        """Check that the folders have one tokenizer, and each enough tokens for a sequence.
+
+        Raises:
+            ArgumentError: they do not.
+        """
+        order = Order(self.recipe.seq_len, self.recipe.packing, seed=self.recipe.seed)
+        TokenLoader(self.weights, order, batch_size=1, rank=0, world_size=1)
+
     def digests(self, output: Path) -> inputs.Digests:
         """Return the digests of the shards and of their tokenizer."""
         hashes = [shard.sha256 for shards in self.shards for shard in shards.manifest.shards]
