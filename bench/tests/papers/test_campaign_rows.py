@@ -154,6 +154,16 @@ def test_accuracies_on_multi_query_recall_are_shown_by_task(whole: CommittedResu
     assert line(more, BAYES, "Figure 4b") == line(whole, BAYES, "Figure 4b")
 
 
+def test_another_reading_of_the_mlps_is_no_result(tmp_path: Path) -> None:
+    readings = [cell for cell in CELLS if cell.shape.encoder and not cell.shape.decoder]
+    found = results(tmp_path, campaign_rows(readings, printed))
+    place = {"file": "recall/results.jsonl", "task": "mad/fuzzy-recall", "layer": "kla", "score": "macro"}
+    for chosen_on in ("test", "validation"):
+        assert found.look_up({**place, "hidden_size": 128, "depth": 1, "chosen_on": chosen_on}) is None
+    named = found.look_up({**place, "condition": "no MLP behind the blocks", "chosen_on": "validation"})
+    assert named is not None and named.value == pytest.approx(0.1)
+
+
 def test_a_missing_task_is_named(tmp_path: Path) -> None:
     cells = [cell for cell in CELLS if (cell.task, cell.layer) != ("mad/compression", "gla") or cell.seed]
     cells = [cell for cell in cells if (cell.task, cell.layer) != ("mad/memorization", "gated-deltanet")]

@@ -129,8 +129,8 @@ class CommittedResults:
         if chosen_on == "test" and len({bool(one.metadata.get("validation")) for one in fitting}) > 1:
             most = max(fitting, key=lambda one: (one.seeds, one.metadata.get("validation", 0)))
             fitting = [one for one in fitting if one.metadata.get("validation") == most.metadata.get("validation")]
-        if len(fitting) > 1 and ENCODER_ONLY not in condition:  # another reading of a paper counts only if it is named
-            fitting = [one for one in fitting if ENCODER_ONLY not in one.condition] or fitting
+        if ENCODER_ONLY not in condition:  # another reading of a paper counts only if it is named
+            fitting = [one for one in fitting if ENCODER_ONLY not in one.condition]
         if len(fitting) > 1:
             conditions = [one.label for one in fitting]
             raise ArgumentError("condition", got=repr(condition), expected=f"text of one of {conditions}")
