@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,10 +112,11 @@ def _describe(recipe: Recipe, gpus: int | None, gpu: str | None, mfu: float) -> 
 
     from kalmix.training.batching import plan_batches
     from kalmix.training.estimates import PEAKS, estimate, peak_flops
+    from kalmix.training.peers import launched_processes
 
     if not 0 < mfu <= 1:
         raise ArgumentError("mfu", got=mfu, expected="a fraction above 0 and at most 1")
-    devices = int(os.environ.get("WORLD_SIZE", "1")) if gpus is None else gpus
+    devices = launched_processes() if gpus is None else gpus
     check_positive_int("gpus", devices)
     batching = plan_batches(recipe, devices)
     found = estimate(recipe, batching)

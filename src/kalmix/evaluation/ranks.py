@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +15,7 @@ from kalmix._extras import optional_imports
 with optional_imports():
     from accelerate import PartialState
 
-from kalmix.training.peers import is_peer_error
+from kalmix.training.peers import launched_processes, peer_errors
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,7 +45,7 @@ class Ranks(NamedTuple):
         owners = [key % self.size for key in keys]
         own = [item for item, owner in zip(items, owners, strict=True) if owner == self.rank]
         found: list[Any] = [None] * self.size
-        with _peer_errors(
+        with peer_errors(
             ConnectionError("another process of this evaluation has ended; repeat the command to continue")
         ):
             dist.all_gather_object(found, compute(own) if own else [])
@@ -58,11 +57,11 @@ class Ranks(NamedTuple):
         """Enter a block in process 0 first, and in the others when it has left it without an error."""
         quiet = SystemExit(1)  # process 0 has printed its error
         if self.rank:
-            with _peer_errors(quiet):
+            with peer_errors(quiet):
                 dist.barrier()
         yield
         if self.size > 1 and not self.rank:
-            with _peer_errors(quiet):
+            with peer_errors(quiet):
                 dist.barrier()
 
 
@@ -75,19 +74,8 @@ def start_ranks(device: str | None) -> Ranks:
     Args:
         device: device of the model; `None` for an accelerator if there is one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if launched_processes() == 1:
         return ALONE
     cpu = device == "cpu" or not torch.accelerator.is_available()
     state = PartialState(cpu=cpu, timeout=timedelta(weeks=1))  # a process may wait long for the others
     return Ranks(state.process_index, state.num_processes)
-
-
-@contextmanager
-def _peer_errors(replacement: BaseException) -> Iterator[None]:
-    """Raise `replacement` if an exchange fails because another process has ended."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_peer_error(error):
-            raise
-        raise replacement from None

@@ -1,4 +1,4 @@
-"""Other processes of a run: notice that one has ended, and say how to resume."""
+"""Other processes of a run: count them, notice that one has ended, and say how to resume."""
 
 from __future__ import annotations
 
@@ -24,6 +24,22 @@ def is_peer_error(error: RuntimeError) -> bool:
     """Return whether an exchange between processes failed, such as because another process has ended."""
     broken = ("closed by peer", "reset by peer", "Broken pipe")  # gloo's errors have no class of their own
     return isinstance(error, dist.DistError) or any(words in str(error) for words in broken)
+
+
+def launched_processes() -> int:
+    """Return the number of processes that torchrun, or another launcher, has started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@contextmanager
+def peer_errors(replacement: BaseException) -> Iterator[None]:
+    """Raise `replacement` if an exchange inside the block fails because another process has ended."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_error(error):
+            raise
+        raise replacement from error
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.corpus import Corpus
 from kalmix.training.initial_model import build, load_weights
-from kalmix.training.peers import is_peer_error, peer_has_ended, watched_peers
+from kalmix.training.peers import peer_errors, peer_has_ended, watched_peers
 from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe, resume_command
 from kalmix.training.run_data import ShardSource, TextSource, open_source
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
@@ -180,22 +180,11 @@ def train(
     with (
         lock_folder(output) if state.is_main_process else nullcontext(),
         disk_errors(output),
-        _peer_errors(recipe, output),
+        peer_errors(ConnectionError(peer_has_ended(resume_command(recipe, output)))),
     ):
         if branch_from is not None:
             recipe, resume = _branch(recipe, output, Path(branch_from), source), True
         return _train(recipe, output, source, resume=resume, callbacks=callbacks)
-
-
-@contextmanager
-def _peer_errors(recipe: Recipe, output: Path) -> Iterator[None]:
-    """Convert the failure of an exchange between processes to a `ConnectionError` that says how to resume."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_peer_error(error):
-            raise
-        raise ConnectionError(peer_has_ended(resume_command(recipe, output))) from error
 
 
 def _check_arguments(recipe: object, output: object, *, resume: bool, branch_from: object, callbacks: object) -> None:
@@ -230,18 +219,14 @@ def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequ
 def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | ShardSource) -> Recipe:
     """Begin a branch in the main process, and return its recipe in all. If it cannot begin, the others end quietly."""
     state = process_state()
-    try:
-        with state.main_process_first():
-            if state.is_main_process:
-                _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
-                _check_new(output)
-                if isinstance(source, ShardSource):
-                    source.check_rows()
-                begin_branch(recipe, start, output, source.digests(run_of(start)), state.num_processes)
-    except RuntimeError as error:
-        if state.is_main_process or not is_peer_error(error):
-            raise
-        raise SystemExit(1) from None  # the main process has printed its error
+    quiet = nullcontext() if state.is_main_process else peer_errors(SystemExit(1))  # the main process prints its error
+    with quiet, state.main_process_first():
+        if state.is_main_process:
+            _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
+            _check_new(output)
+            if isinstance(source, ShardSource):
+                source.check_rows()
+            begin_branch(recipe, start, output, source.digests(run_of(start)), state.num_processes)
     return Recipe.load(output)
 
 

@@ -20,7 +20,7 @@ class PrintedNumber:
         ours: place of our number (`quantities.py`).
         printed: the number as printed, with its decimals; or `above` or `below`: a limit that it must exceed, or stay
             under.
-        about: for a number printed as approximate, the largest difference that agrees, in its unit.
+        about: whether the paper prints it as approximate; `status.APPROXIMATE` is then the largest difference.
         percent: whether our number is a fraction and the paper's is in percent.
     """
 
@@ -30,7 +30,7 @@ class PrintedNumber:
     above: str = ""
     below: str = ""
     percent: bool = False
-    about: float = 0.0
+    about: bool = False
 
 
 @dataclass(frozen=True)

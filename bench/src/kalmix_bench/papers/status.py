@@ -14,11 +14,12 @@ from kalmix_bench.papers.word_problems import accuracies, count_blocks
 from kalmix_bench.runner.published_names import published_name
 
 EQUAL_SHARES = 0.0005  # largest difference of fractions that match: half of the last digit of 99.9%
+APPROXIMATE = 2.5  # largest difference from a number that the paper prints as approximate, in percent points
 REPRODUCED, CONFIRMED, DIFFERS = "reproduced", "order confirmed", "differs"
 PICTURE, NOT_RUN, NO_EXPERIMENT = "picture drawn", "not run", "not an experiment"
 MEANINGS = {
     REPRODUCED: "each printed number with a result here is within one standard error of ours, or equals ours, rounded; "
-    "numbers printed as approximate are within 2.5 points",
+    f"numbers printed as approximate are within {APPROXIMATE} points",
     CONFIRMED: "each ranking that the paper states holds here, by any difference; no number was compared",
     DIFFERS: "at least one number or ranking does not agree; the line says why, as far as we know",
     PICTURE: "a picture without numbers, drawn here from our own models; compare by eye",
@@ -158,7 +159,7 @@ def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
     factor = 100 if number.percent else 1
     value, error, bound = factor * ours.value, factor * ours.error, float(limit)
     if number.printed:
-        agrees, shown = agree(value, error, limit, number.about), _format(value, limit)
+        agrees, shown = agree(value, error, limit, APPROXIMATE if number.about else 0.0), _format(value, limit)
         distance = _difference(value, bound)
     else:
         agrees, shown, distance = (value > bound if number.above else value < bound), f"{value:.4g}", 0.0
