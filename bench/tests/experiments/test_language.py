@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +32,7 @@ from kalmix_bench.experiments.language.protocol import (
 )
 from kalmix_bench.experiments.language.run import run_cell, summarize, training_seconds
 from kalmix_bench.runner.experiment import CellStopped
+from kalmix_bench.runner.published_names import published_name
 
 PAPER = PRESETS["paper"]
 TINY = RunSize(
@@ -295,12 +297,16 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
     rows = [_row(name) for name in LAYERS if name != "gla"]
     rows += [_row("kla", seed=1, loss=3.5), {**diverged, "diverged": "x"}]
     rows += [_row("kla", stage=TUNE, rate=rate, loss=loss) for rate, loss in ((1e-3, 3.0), (2e-3, 2.9), (4e-3, 2.8))]
+    sizes = [f'kla+mlp:{{"slots": {slots}}}' for slots in (32, 4, 64, 16)]
+    rows += [_row(layer, stage=TUNE, rate=2e-3, loss=2.9) for layer in sizes]
     assert Language().select(rows) == rows
     console = Console(record=True, width=240)
     (figure,) = report.write_report(rows, tmp_path, console)
     assert figure.stat().st_size > 10_000 and figure.with_suffix(".svg").exists()
     text = console.export_text()
     assert "0.004 *" in text and "3.2500 ± 0.2500" in text and "diverged" in text and "37.5" in text
+    assert re.findall(r'"slots": (\d+)', text) == ["16", "32", "4", "64"]  # the same order in every process
+    assert published_name('kla+mlp:{"slots": 64}') == "KLA + MLPs (slots 64)"
     found = {(x.layer, x.score): x for x in report.findings(rows)}
     assert found["kla", "held-out loss"].seeds == 2 and found["kla", "copying accuracy"].value.mean == 0.375
     assert ("gla", "held-out loss") not in found

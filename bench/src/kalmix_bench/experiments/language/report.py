@@ -156,7 +156,8 @@ def _tuning_table(rows: Sequence[Row], condition: str) -> Table:
         f"[bold]learning rates[/]  {condition}; held-out loss (nats)", [f"{rate:g}" for rate in rates] + ["chosen"]
     )
     edges = False
-    for layer in sorted({row["language"] for row in rows}, key=lambda x: LAYERS.index(x) if x in LAYERS else 99):
+    order = {name: number for number, name in enumerate(LAYERS)}
+    for layer in sorted({row["language"] for row in rows}, key=lambda x: (order.get(x, len(order)), x)):
         losses: dict[float, Score | None] = {}
         for group in group_rows([row for row in rows if row["language"] == layer]):
             losses[group.first["learning_rate"]] = None if group.diverged else group.score(SCORES["held-out loss"])
