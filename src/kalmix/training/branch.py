@@ -26,6 +26,7 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import UNFINISHED_FOLDER
+from kalmix.training.shards.mixture import equal_fractions, fractions
 from kalmix.training.shards.trainer_position import DataPosition
 
 BRANCH_FILE = "branch.json"
@@ -100,14 +101,7 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     if data["tokenizer"] != saved["tokenizer"]:
         expected = "shards that `kalmix data prepare --tokenizer` made with the tokenizer of the run"
         raise ArgumentError("shards", problem="have another tokenizer than the run", expected=expected)
-    unequal = (not math.isclose(*pair) for pair in zip(_shares(recipe), _shares(before), strict=True))
-    return data["shards"] != saved["shards"] or any(unequal)
-
-
-def _shares(recipe: Recipe) -> list[float]:
-    """Return the fraction of the training sequences of each folder of shards."""
-    weights = list(recipe.shards.values()) if isinstance(recipe.shards, dict) else [1.0]
-    return [weight / sum(weights) for weight in weights]
+    return data["shards"] != saved["shards"] or not equal_fractions(fractions(recipe.shards), fractions(before.shards))
 
 
 def _restart_data(checkpoint: Path, data: inputs.Digests) -> None:

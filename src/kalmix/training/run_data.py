@@ -19,6 +19,7 @@ with optional_imports():
     from transformers import AutoTokenizer, TrainerCallback
 
     from kalmix.training.shards import Order, Shards, TokenLoader
+    from kalmix.training.shards.mixture import folder_weights
     from kalmix.training.shards.trainer_position import DataPosition
 
 from kalmix.errors import ArgumentError
@@ -133,7 +134,7 @@ class ShardSource:
     def __init__(self, recipe: Recipe) -> None:
         assert recipe.shards is not None
         self.recipe: Recipe = recipe
-        self.weights: dict[Any, float] = {recipe.shards: 1.0} if isinstance(recipe.shards, str) else recipe.shards
+        self.weights: dict[Any, float] = folder_weights(recipe.shards)
         self.shards: list[Shards] = [Shards(folder) for folder in self.weights]
         if self.shards[0].manifest.vocab_size > recipe.vocab_size:
             expected = f"at least {self.shards[0].manifest.vocab_size}, the vocabulary of the shards"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
-import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,12 +13,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from kalmix.errors import ArgumentError
 from kalmix.training.shards.batches import Batch, make_batch
+from kalmix.training.shards.mixture import Folder, equal_fractions, folder_weights, fractions
 from kalmix.training.shards.reader import Shards
 from kalmix.training.shards.rows import Cursor, PackedRows, Row, Rows, StreamRows, walk
-from kalmix.validation import check_bool, check_choice, check_number, check_positive_int
+from kalmix.validation import check_bool, check_choice, check_positive_int
 
 _STATE = "state"  # key of a batch between worker and loader
-Source = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ class TokenDataset(IterableDataset[Batch]):
     """Batches of one process, from token shards. `TokenLoader` reads it; each item is a whole batch.
 
     Args:
-        sources: folders of shards with their weights.
+        mixture: folder of shards, or a mapping from folders to weights.
         order: order of the rows.
         batch_size: rows per batch in each process.
         rank: number of this process.
@@ -75,12 +73,11 @@ class TokenDataset(IterableDataset[Batch]):
     """
 
     def __init__(
-        self, sources: Sequence[tuple[Source, float]], order: Order, *, batch_size: int, rank: int, world_size: int
+        self, mixture: Folder | dict[Folder, float], order: Order, *, batch_size: int, rank: int, world_size: int
     ) -> None:
         self.order, self.batch_size, self.rank, self.world_size = order, batch_size, rank, world_size
-        self.shards: list[Shards] = [Shards(folder, order.split) for folder, _ in sources]
-        total = sum(weight for _, weight in sources)
-        self.weights: list[float] = [weight / total for _, weight in sources]
+        self.shards: list[Shards] = [Shards(folder, order.split) for folder in folder_weights(mixture)]
+        self.weights: list[float] = fractions(mixture)
         kind = PackedRows if order.packing == "best-fit" else StreamRows
         self.rows: list[Rows] = [kind(shards, order.seq_len, order.seed) for shards in self.shards]
         for shards, rows in zip(self.shards, self.rows, strict=True):
@@ -179,7 +176,7 @@ class TokenLoader(DataLoader[Batch]):
 
     def __init__(
         self,
-        shards: Source | dict[Source, float],
+        shards: Folder | dict[Folder, float],
         order: Order,
         *,
         batch_size: int,
@@ -195,10 +192,9 @@ class TokenLoader(DataLoader[Batch]):
         if not isinstance(workers, int) or isinstance(workers, bool) or workers < 0:
             raise ArgumentError("workers", got=repr(workers), expected="an integer of at least 0")
         rank, world_size = _processes(rank, world_size)
-        weights = _weights(shards)
-        if order.epochs is not None and len(weights) > 1:
+        if order.epochs is not None and len(folder_weights(shards)) > 1:
             raise ArgumentError("epochs", got=order.epochs, expected="None for a mixture, which has no end")
-        dataset = TokenDataset(weights, order, batch_size=batch_size, rank=rank, world_size=world_size)
+        dataset = TokenDataset(shards, order, batch_size=batch_size, rank=rank, world_size=world_size)
         tokenizers = {shards.manifest.tokenizer_sha256 for shards in dataset.shards}
         if len(tokenizers) > 1:
             problem = f"have {len(tokenizers)} different tokenizers"
@@ -230,7 +226,9 @@ class TokenLoader(DataLoader[Batch]):
         """
         try:
             order, saved = self._order(), state["order"]
-            changed = [name for name, value in order.items() if not _equal(saved[name], value)]
+            changed = [name for name, value in order.items() if saved[name] != value]
+            if "weights" in changed and equal_fractions(saved["weights"], order["weights"]):
+                changed.remove("weights")
             position = {name: state[name] for name in self.dataset.first_state()}
             cursors = [Cursor(*map(int, cursor)) for cursor in position["cursors"]]
             wrong = len(cursors) != len(self.dataset.rows) or len(position["counts"]) != len(cursors)
@@ -261,30 +259,8 @@ def _outlive_one_signal(worker: int) -> None:
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
 
 
-def _equal(saved: Any, value: Any) -> bool:
-    """Return whether a setting is the same; fractions in a list may differ by rounding."""
-    if isinstance(value, list) and isinstance(value[0], float):
-        return len(saved) == len(value) and all(map(math.isclose, saved, value))
-    return saved == value
-
-
 def _digest(hashes: list[str]) -> str:
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def _weights(shards: Any) -> list[tuple[Source, float]]:
-    """Return the folders with their weights.
-
-    Raises:
-        ArgumentError: there are none, or a weight is not positive.
-    """
-    if isinstance(shards, str | os.PathLike):
-        return [(shards, 1.0)]
-    if not isinstance(shards, dict) or not shards:
-        raise ArgumentError("shards", got=repr(shards), expected="a folder, or a mapping from folders to weights")
-    for weight in shards.values():
-        check_number("weight", weight)
-    return list(shards.items())
 
 
 def _processes(rank: int | None, world_size: int | None) -> tuple[int, int]:
