@@ -50,8 +50,8 @@ def prepare(
     licence: Annotated[
         list[str] | None,
         typer.Option(
-            help="Licence, or SOURCE=LICENCE, for the manifest; repeatable. With several sources, a licence of all may "
-            "hold '=' only in a URL."
+            help="Licence of all sources, or SOURCE=LICENCE, for the manifest; repeatable. A licence may hold '=' only "
+            "in a URL."
         ),
     ] = None,
     config: Annotated[str | None, typer.Option(help="Configuration of hf: datasets.")] = None,
@@ -120,7 +120,7 @@ def _licences(given: Sequence[str], sources: Sequence[str]) -> Licences:
     """Return the licences of all sources; those of each if one is given as SOURCE=LICENCE.
 
     Raises:
-        ArgumentError: there are several sources, and what stands before "=" is neither one of them nor a URL.
+        ArgumentError: what stands before "=" is neither a source nor part of a URL.
     """
     common, own = list[str](), dict[str, list[str]]()
     for text in given:
@@ -128,7 +128,7 @@ def _licences(given: Sequence[str], sources: Sequence[str]) -> Licences:
         before, equals, _ = text.partition("=")
         if source is not None:
             own.setdefault(source, []).append(text.removeprefix(f"{source}="))
-        elif not equals or len(sources) == 1 or "://" in before:
+        elif not equals or "://" in before:
             common.append(text)
         else:
             hint = "Quote a pattern, so that the shell passes it on as it is"

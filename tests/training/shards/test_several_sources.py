@@ -172,7 +172,7 @@ URL = "https://spdx.org/?id=MIT&v=3"
 @pytest.mark.parametrize(
     ("sources", "given", "licences"),
     [
-        ("year=24.txt", [URL, "free=yes"], (URL, "free=yes")),
+        ("year=24.txt", [URL, "MIT"], (URL, "MIT")),
         ("year=24.txt", [f"year=24.txt={URL}"], {"year=24.txt": (URL,)}),
         ("year=24.txt year", [URL, "MIT"], (URL, "MIT")),
         ("year=24.txt year", ["year=MIT", f"year=24.txt={URL}"], {"year=24.txt": (URL,), "year": ("MIT",)}),
@@ -203,6 +203,7 @@ def test_licences_and_sources_may_hold_an_equals_sign(
         ("hf:d a.jsonl hf:d", "`source` names 'hf:d' twice"),
         ("a.jsonl c/*.jsonl", "`source` is 'c/*.jsonl', which matches no file"),
         ("a.jsonl nothing", "`source` is 'nothing', which does not exist"),
+        ("e.txt --licence e.tx=MIT", "`licence` is 'e.tx=MIT'; expected LICENCE, or SOURCE=LICENCE"),
         ("a.jsonl e.txt --licence c=MIT", "`licence` is 'c=MIT'; expected LICENCE, or SOURCE=LICENCE"),
         ("a.jsonl e.txt --licence e.tx=https://a.b/?c=d", "`licence` is 'e.tx=https://a.b/?c=d'; expected LICENCE"),
     ],
