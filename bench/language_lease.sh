@@ -14,18 +14,19 @@
 #   --work DIR           folder on this machine for corpus, shards and rows; default /tmp/kalmix-language
 #   --rows DIR           folder with the results.jsonl of earlier machines; default bench/results/language
 #   --limit SECONDS      time of this call; default 585
+#   --wait SECONDS       time to wait for pieces that later calls of bench/detach.sh bring; default 0
 #   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised
 #   --python FILE        Python; default python3
 #   --wheels DIR         wheels of packages that the machine lacks; default .whl, if it exists
 # Paths are absolute, or relative to the repository. A call may bring one piece of several: the first calls store theirs and
-# end, until all are there.
+# end, until all are there. Under `bench/detach.sh`, one call trains beyond its end, and the others bring pieces and wait.
 # Exit status: 0 if all cells are finished, 3 if cells are left or pieces are missing, 1 if a cell failed, 2 for a wrong call.
 set -euo pipefail
 commit=unknown out='' pieces=runs/pieces use='' work=/tmp/kalmix-language rows=bench/results/language limit=585
-precompile='' python=python3 wheels=.whl
+wait=0 precompile='' python=python3 wheels=.whl
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case $1 in
-    --commit | --out | --pieces | --use | --work | --rows | --limit | --precompile | --python | --wheels)
+    --commit | --out | --pieces | --use | --work | --rows | --limit | --wait | --precompile | --python | --wheels)
       declare "${1#--}=${2:?$1 needs a value}" ;;
     *) echo "error: $1 is not an option" >&2; exit 2 ;;
   esac
@@ -39,29 +40,40 @@ export PYTHONPATH="$PWD/src:$PWD/bench/src:$work/site" HF_HUB_OFFLINE=1
 source bench/lease_common.sh
 install_wheels
 
-for name in pieces.json tokenizer; do
-  if [ -e "$pieces/$name" ]; then cp -r "$pieces/$name" "$work/"; fi
-done
-for piece in "$pieces"/text/*.xz; do
-  if [ -f "$piece" ]; then cp -n "$piece" "$work/packed/"; fi
-done
-[ -f "$work/pieces.json" ] || { echo "error: $pieces has no pieces.json" >&2; exit 2; }
-count=$(grep -oE '[0-9]+' "$work/pieces.json" | head -1)
 names=()
-for ((n = 0; n < ${use:-$count}; n++)); do
-  name=$(printf '%02d.jsonl' "$n")
-  if [ -f "$work/packed/$name.xz" ]; then names+=("$name"); fi
-done
-if [ "${#names[@]}" -lt "${use:-$count}" ]; then
-  echo "${#names[@]} of ${use:-$count} pieces are here; the next call brings another"
-  exit 3
-fi
+store() {  # copy what is here to this machine, and list the pieces
+  local name piece
+  for name in pieces.json tokenizer; do
+    if [ -e "$pieces/$name" ]; then cp -r "$pieces/$name" "$work/"; fi
+  done
+  for piece in "$pieces"/text/*.xz; do
+    if [ -f "$piece" ] && [ ! -f "$work/packed/${piece##*/}" ]; then cp "$piece" "$work/packed/"; fi
+  done
+  [ -f "$work/pieces.json" ] || { echo "error: $pieces has no pieces.json" >&2; exit 2; }
+  count=$(grep -oE '[0-9]+' "$work/pieces.json" | head -1)
+  names=()
+  for ((n = 0; n < ${use:-$count}; n++)); do
+    name=$(printf '%02d.jsonl' "$n")
+    if [ -f "$work/packed/$name.xz" ]; then names+=("$name"); fi
+  done
+}
+all_here() { [ "${#names[@]}" -ge "${use:-$count}" ]; }
+leave_unless_all_here() {
+  all_here || { echo "${#names[@]} of ${use:-$count} pieces are here; the next call brings another"; exit 3; }
+}
+store
+[ "$wait" -gt 0 ] || leave_unless_all_here
 compiling=''
 if [ -n "$precompile" ] && [ ! -f "$work/precompiled" ]; then
   touch "$work/precompiled"
   "$python" -m kalmix_bench.experiments.language.precompile --preset "$precompile" > "$out/precompile.log" 2>&1 &
   compiling=$!
 fi
+until all_here || [ "$SECONDS" -ge "$wait" ]; do
+  sleep 1
+  store
+done
+leave_unless_all_here
 unpacking=()
 for name in "${names[@]}"; do  # plain JSON lines are tokenised by all cores
   [ -f "$work/text/$name" ] || "$python" -c "

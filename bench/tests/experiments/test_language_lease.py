@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -69,10 +70,26 @@ def test_pieces_arrive_with_several_calls_and_rows_come_back(
     ended = call(*few, "--limit", "1", "--", "--preset", "laptop")
     assert ended.returncode == 3 and "too little time" in ended.stdout and (tmp_path / "few" / "shards").exists()
     first.unlink()
-    late.rename(second)
+    threading.Timer(1, late.rename, [second]).start()  # while the call waits
     study = ("--preset", "laptop", "--layer", "attention", "--rates", "2e-2", "--tokens", "20000", "--devices", "cpu")
     short = ("variations", "--preset", "laptop", "--tokens", "10000", "--rate", "2e-2", "attention")
-    asked = (*places, "--commit", "abc", "--limit", "300", "--", *study, "--", *study, "--seeds", "2", "--", *short)
+    asked = (
+        *places,
+        "--wait",
+        "60",
+        "--commit",
+        "abc",
+        "--limit",
+        "300",
+        "--",
+        *study,
+        "--",
+        *study,
+        "--seeds",
+        "2",
+        "--",
+        *short,
+    )
     ended = call(*asked)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended with status 0") == 3
