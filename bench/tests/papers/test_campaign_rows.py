@@ -16,7 +16,7 @@ from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
 from kalmix_bench.experiments.recall.protocol import RecallCell
 from kalmix_bench.experiments.recall.published import published_score
 from kalmix_bench.papers.entries import Entry, read_papers
-from kalmix_bench.papers.page import describe
+from kalmix_bench.papers.page import describe, draw
 from kalmix_bench.papers.quantities import CommittedResults, Measured
 from kalmix_bench.papers.score_tables import draw_table
 from kalmix_bench.papers.status import CONFIRMED, DIFFERS, NOT_RUN, REPRODUCED, Outcome, outcome
@@ -170,7 +170,16 @@ def test_a_missing_task_is_named(tmp_path: Path) -> None:
     cells = [cell for cell in cells if cell.layer not in PACKAGES]
     text = line(results(tmp_path, campaign_rows(cells, printed)), KLA, "Figure 5a")[2]
     assert "1 to 2 seeds, 5 in the paper." in text
-    assert "Not run: Gated DeltaNet (memorization); Mamba; mLSTM, for lack of GPU time." in text
+    assert "Not run: Gated DeltaNet (memorization); Mamba, mLSTM, for lack of GPU time." in text
+
+
+def test_a_line_names_only_files_that_hold_its_results(tmp_path: Path) -> None:
+    cells = [cell for cell in CELLS if cell.task == "mad/memorization"]
+    page = draw([PAPERS[KLA]], results(tmp_path, campaign_rows(cells, printed)))
+    lines = {
+        label: text for text in page.splitlines() if text.count("|") == 6 for label in [text.split("|")[1].strip()]
+    }
+    assert "recall/results.jsonl" in lines["Figure 5a"] and "recall/results.jsonl" not in lines["Figure 3b"]
 
 
 def test_depths_that_did_not_run_leave_claims_undecided(tmp_path: Path) -> None:

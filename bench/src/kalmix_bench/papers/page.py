@@ -70,7 +70,9 @@ def _counts(papers: Sequence[Paper], outcomes: Sequence[Sequence[Outcome]]) -> s
 def _line(entry: Entry, found: Outcome, results: CommittedResults) -> str:
     status = f"**{found.status}**" + (f", {found.qualifier}" if found.qualifier else "")
     page = f"[{Path(entry.page).stem}]({entry.page})" if entry.page else ""
-    details = ", ".join([*([page] if page else []), *(f"`{RESULTS}/{file}`" for file in results.existing(entry.files))])
+    used = {file for one in found.comparisons if one.agrees is not None for file in one.files} | {entry.picture_rows}
+    files = [file for file in results.existing(entry.files) if file in used]
+    details = ", ".join([*([page] if page else []), *(f"`{RESULTS}/{file}`" for file in files)])
     return f"| {entry.label} | {entry.subject} | {status} | {describe(entry, found)} | {details} |"
 
 
@@ -120,13 +122,13 @@ def _count_missing(missing: Sequence[Comparison]) -> str:
 
 def _name_missing(comparisons: Sequence[Comparison]) -> str:
     """Return the layers without results, with their tasks if others have one; empty if none is named."""
-    parts = []
+    layers: dict[str, list[str]] = {}  # by tasks
     for layer in dict.fromkeys(one.layer for one in comparisons if one.layer):
         own = [one for one in comparisons if one.layer == layer]
         tasks = [one.task for one in own if one.agrees is None]
         if tasks:
-            parts.append(layer if len(tasks) == len(own) else f"{layer} ({', '.join(tasks)})")
-    return "; ".join(parts)
+            layers.setdefault("" if len(tasks) == len(own) else f" ({', '.join(tasks)})", []).append(layer)
+    return "; ".join(", ".join(names) + tasks for tasks, names in layers.items())
 
 
 def _sentences(comparisons: Sequence[Comparison], claim: str) -> list[str]:

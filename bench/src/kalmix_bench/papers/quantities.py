@@ -59,12 +59,14 @@ class Measured(NamedTuple):
         error: standard error of the mean; NaN if there is one seed, or none are needed.
         seeds: number of seeds; 0 if the number depends on no seed, or the file does not say.
         diverged: number of further seeds that diverged. If all did, the value is NaN.
+        file: file of results that holds the number.
     """
 
     value: float
     error: float = math.nan
     seeds: int = 0
     diverged: int = 0
+    file: str = ""
 
 
 class CommittedResults:
@@ -115,7 +117,7 @@ class CommittedResults:
         for file in [files] if isinstance(files, str) else files:
             found = self._find(file, task, layer, score, sizes) or self._diverged(file, task, layer, sizes)
             if found is not None:
-                return found
+                return Measured(*found[:-1], file=file)
         return None
 
     def _find(self, file: str, task: str, layer: str, score: str, sizes: Sizes) -> Measured | None:
@@ -160,9 +162,9 @@ class CommittedResults:
             if "path" in place:
                 content = self._content(file)
                 divisor = _follow(content, place["over"]) if "over" in place else 1
-                return Measured(place.get("scale", 1) * _follow(content, place["path"]) / divisor)
+                return Measured(place.get("scale", 1) * _follow(content, place["path"]) / divisor, file=file)
             row = _Table.of(read_text(self.folder / file), place["table"]).select(place["row"])
-            return Measured(float(row[place["column"]]), seeds=int(row.get("seeds", 0)))
+            return Measured(float(row[place["column"]]), seeds=int(row.get("seeds", 0)), file=file)
         except (LookupError, ValueError) as error:
             raise ArgumentError("place", got=f"{dict(place)} ({error})", expected="the place of a number") from None
 

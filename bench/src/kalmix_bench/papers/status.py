@@ -40,6 +40,7 @@ class Comparison(NamedTuple):
         seeds: number of seeds of our result; 0 if it has none.
         layer, task: layer and task of a printed score, in words.
         on_validation: whether our result also agrees if validation rows choose the epoch; `None` without such rows.
+        files: files that hold our results.
     """
 
     what: str
@@ -51,6 +52,7 @@ class Comparison(NamedTuple):
     layer: str = ""
     task: str = ""
     on_validation: bool | None = None
+    files: tuple[str, ...] = ()
 
 
 class Outcome(NamedTuple):
@@ -94,11 +96,18 @@ def compare(entry: Entry, results: CommittedResults) -> Iterator[Comparison]:
     for scores in entry.scores:
         yield from _compare_scores(scores, results)
     for number in entry.numbers:
-        yield _compare_number(number, results.look_up(number.ours))
+        ours = results.look_up(number.ours)
+        yield _name_files(_compare_number(number, ours), ours)
     for blocks in entry.blocks:
         yield from _compare_blocks(blocks, results)
     for order in entry.orders:
-        yield _compare_order(order, *results.look_up_pair(order.better, order.worse))
+        pair = results.look_up_pair(order.better, order.worse)
+        yield _name_files(_compare_order(order, *pair), *pair)
+
+
+def _name_files(comparison: Comparison, *results: Measured | None) -> Comparison:
+    """Return the comparison with the files of the results."""
+    return comparison._replace(files=tuple(one.file for one in results if one is not None))
 
 
 def _compare_scores(scores: PrintedScores, results: CommittedResults) -> Iterator[Comparison]:
@@ -107,7 +116,8 @@ def _compare_scores(scores: PrintedScores, results: CommittedResults) -> Iterato
             continue
         names = published_name(layer), task.rpartition("/")[2].replace("-", " ")
         number = PrintedNumber(f"{', '.join(names)} (%)", {}, f"{percent:.{scores.decimals}f}", percent=True)
-        compared = _compare_number(number, read_score(results, scores.file, task, layer, scores.sizes, "test"))
+        ours = read_score(results, scores.file, task, layer, scores.sizes, "test")
+        compared = _name_files(_compare_number(number, ours), ours)
         held_out = read_score(results, scores.file, task, layer, scores.sizes, "validation")
         agrees = None if held_out is None else _compare_number(number, held_out).agrees
         yield compared._replace(layer=names[0], task=names[1], on_validation=agrees)
@@ -134,7 +144,8 @@ def _compare_blocks(blocks: Blocks, results: CommittedResults) -> Iterator[Compa
         if ours is None:
             yield Comparison(what, limit, None)
         else:
-            yield Comparison(what, f"{ours}, {limit}", ours.is_at_most(blocks.at_most), seeds=ours.seeds)
+            agrees, files = ours.is_at_most(blocks.at_most), (blocks.file,)
+            yield Comparison(what, f"{ours}, {limit}", agrees, seeds=ours.seeds, files=files)
     last = blocks.lengths[-1]
     ours = count_blocks(by_layer[blocks.layer], last)
     for layer in blocks.fewer_than:
@@ -145,7 +156,8 @@ def _compare_blocks(blocks: Blocks, results: CommittedResults) -> Iterator[Compa
             continue
         agrees, seeds = ours.is_below(theirs), min(ours.seeds, theirs.seeds)
         sign = "<" if agrees else "not <"
-        yield Comparison(what, f"{ours} ({name}) {sign} {theirs} ({other})", agrees, True, seeds=seeds)
+        text = f"{ours} ({name}) {sign} {theirs} ({other})"
+        yield Comparison(what, text, agrees, True, seeds=seeds, files=(blocks.file,))
 
 
 def _compare_number(number: PrintedNumber, ours: Measured | None) -> Comparison:
