@@ -49,7 +49,10 @@ for folder in "${brought[@]}"; do  # a file has its name only when it is whole
 done
 keep() {
   cp "$work/log.txt" "$out/" 2> /dev/null || true
-  if [ -n "$results" ] && [ -d "$results" ]; then tar -czf "$work/results.tgz" -C "$results" . 2> /dev/null && cp "$work/results.tgz" "$out/" || true; fi
+  if [ -n "$results" ] && [ -d "$results" ]; then
+    tar -czf "$work/results.tgz" -C "$results" . 2> /dev/null || [ $? -eq 1 ] || return 0  # 1: a file grew
+    cp "$work/results.tgz" "$out/"
+  fi
 }
 last=0
 while [ ! -f "$work/ended" ] && [ "$SECONDS" -lt "$limit" ]; do
