@@ -5,13 +5,13 @@
 #         bash bench/recall_lease.sh --commit ID --out /tmp/out --limit 1650 -- campaign
 #
 # The first call copies the working tree and starts the command in the copy, because each call replaces the working tree.
-# Repeat the call on the same machine, without the command if you like, until the status is not 3.
+# Repeat the call on the same machine, without the command if you like, until the status is not 75.
 #   --out DIR        folder that comes back from the machine; gets results.tgz and log.txt
 #   --results DIR    folder that the command writes
 #   --bring DIR      folder of this call's working tree that is added to the copy; repeatable
 #   --limit SECONDS  time of this call; default 585
 #   --work DIR       folder for the copy and the log; default /tmp/kalmix-detached
-# Exit status: that of the command, or 3 if it still runs; 2 for a wrong call.
+# Exit status: that of the command, or 75 if it still runs; 2 for a wrong call.
 set -euo pipefail
 out='' results='' limit=585 work=/tmp/kalmix-detached
 brought=()
@@ -61,5 +61,5 @@ while [ ! -f "$work/ended" ] && [ "$SECONDS" -lt "$limit" ]; do
 done
 keep
 tr '\r' '\n' < "$work/log.txt" | cut -c1-300 | tail -n 60
-[ -f "$work/ended" ] || { echo "it still runs; repeat the call"; exit 3; }
+[ -f "$work/ended" ] || { echo "it still runs; repeat the call"; exit 75; }
 exit "$(cat "$work/ended")"

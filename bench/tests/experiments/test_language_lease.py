@@ -73,23 +73,8 @@ def test_pieces_arrive_with_several_calls_and_rows_come_back(
     threading.Timer(1, late.rename, [second]).start()  # while the call waits
     study = ("--preset", "laptop", "--layer", "attention", "--rates", "2e-2", "--tokens", "20000", "--devices", "cpu")
     short = ("variations", "--preset", "laptop", "--tokens", "10000", "--rate", "2e-2", "attention")
-    asked = (
-        *places,
-        "--wait",
-        "60",
-        "--commit",
-        "abc",
-        "--limit",
-        "300",
-        "--",
-        *study,
-        "--",
-        *study,
-        "--seeds",
-        "2",
-        "--",
-        *short,
-    )
+    lease = (*places, "--wait", "60", "--commit", "abc", "--limit", "300")
+    asked = (*lease, "--", *study, "--", *study, "--seeds", "2", "--", *short)
     ended = call(*asked)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("ended with status 0") == 3
