@@ -117,7 +117,7 @@ class CommittedResults:
         for file in [files] if isinstance(files, str) else files:
             found = self._find(file, task, layer, score, sizes) or self._diverged(file, task, layer, sizes)
             if found is not None:
-                return Measured(*found[:-1], file=file)
+                return found._replace(file=file)
         return None
 
     def _find(self, file: str, task: str, layer: str, score: str, sizes: Sizes) -> Measured | None:

@@ -24,6 +24,7 @@ from kalmix_bench.runner.published_names import published_name
 from kalmix_bench.runner.scores import Score
 
 FIGURE = "language.png"
+RANKS = {layer: rank for rank, layer in enumerate(LAYERS)}  # others come last
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,7 @@ def group_rows(rows: Sequence[Row]) -> list[Group]:
         Group(group[0]["language"], [x for x in group if "loss" in x], sum("loss" not in x for x in group), group[0])
         for group in groups.values()
     ]
-    order = {name: number for number, name in enumerate(LAYERS)}
-    return sorted(found, key=lambda group: order.get(group.layer, len(order)))
+    return sorted(found, key=lambda group: RANKS.get(group.layer, len(RANKS)))
 
 
 def findings(rows: Sequence[Row]) -> list[Finding]:
@@ -156,8 +156,7 @@ def _tuning_table(rows: Sequence[Row], condition: str) -> Table:
         f"[bold]learning rates[/]  {condition}; held-out loss (nats)", [f"{rate:g}" for rate in rates] + ["chosen"]
     )
     edges = False
-    order = {name: number for number, name in enumerate(LAYERS)}
-    for layer in sorted({row["language"] for row in rows}, key=lambda x: (order.get(x, len(order)), x)):
+    for layer in sorted({row["language"] for row in rows}, key=lambda x: (RANKS.get(x, len(RANKS)), x)):
         losses: dict[float, Score | None] = {}
         for group in group_rows([row for row in rows if row["language"] == layer]):
             losses[group.first["learning_rate"]] = None if group.diverged else group.score(SCORES["held-out loss"])
