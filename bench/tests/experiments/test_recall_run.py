@@ -182,6 +182,19 @@ def test_lengths_without_training_rows_choose_no_epoch(tmp_path: Path, monkeypat
     assert stopped["epochs"] == 2
 
 
+def test_of_epochs_with_equal_scores_that_of_the_lowest_loss_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise a task that is not solved yet would have the results of the first epoch."""
+    losses = iter([3.0, 1.0, 2.0])
+    monkeypatch.setattr(
+        trainer.CellTrainer, "predict_rows", lambda _, rows: (next(losses), np.full_like(rows.targets, -1))
+    )
+    row = found(replace(COPY, protocol=replace(COPY.protocol, epochs=3)), tmp_path)
+    assert row["scores"]["test_loss"] == 1.0 and set(row["curves"][row["score"]]) == {0.0}
+    assert [part["test_loss"] for part in row["slices"]["score"]] == [1.0]
+
+
 def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:
     cell = replace(COPY, protocol=replace(COPY.protocol, learning_rate=1e30, max_grad_norm=0.0))
     row = found(cell, tmp_path)

@@ -184,8 +184,10 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         return {name: sum(part[name] for part in parts) / len(parts) for name in names}
 
     def _is_best(self, loss: str, score: str) -> dict[str, bool]:
-        """Return whether the last epoch has the lowest loss (the last such epoch), and the best score (the first such
-        epoch).
+        """Return whether the last epoch has the lowest loss (the last such epoch), and the best score.
+
+        Of epochs with equal scores, the one with the lowest loss is the best: the score of a hard task stays 0 for long.
         """
-        lost, scored = self.curves[loss], self.curves[score]
-        return {"loss": lost[-1] <= min(lost), "score": scored.index(max(scored)) == len(scored) - 1}
+        losses, scores = self.curves[loss], self.curves[score]
+        best = max(range(len(scores)), key=lambda epoch: (scores[epoch], -losses[epoch]))
+        return {"loss": losses[-1] <= min(losses), "score": best == len(scores) - 1}

@@ -34,8 +34,8 @@ class RecallProtocol:
             steps.
         bf16: whether to train under bfloat16 autocast.
         select_epoch: epoch whose scores are the result: that of the lowest test "loss" (as MAD's code), of the best
-            test "score", or the "last". All three are stored. Parts without training rows, such as longer sequences,
-            do not count, nor for `patience` and `stop_score`.
+            test "score" (of equal scores, that of the lowest loss), or the "last". All three are stored. Parts without
+            training rows, such as longer sequences, do not count, nor for `patience` and `stop_score`.
         validation: number of additional validation rows per part with test rows. They replace the test rows in
             `select_epoch`, `patience` and `stop_score`. 0 uses test rows, as the papers do.
         data_seed: seed of the rows; the cell's seed by default.
