@@ -16,6 +16,7 @@
 #   --work DIR           folder on this machine for cells, rows, checkpoints and data; default /tmp/kalmix-recall
 #   --rows DIR           folder with the results.jsonl of earlier machines, whose cells do not run again; repeatable;
 #                        default bench/results/recall
+#   --tf32               round operands of matrix products to TF32: faster; rows say so
 #   --limit SECONDS      time of this call; default 585
 #   --python FILE        Python; default python3
 #   --wheels DIR         wheels of packages that the machine lacks; default .gpu/whl, if it exists
@@ -26,9 +27,13 @@
 # Exit status: 0 if all cells are finished, 3 if cells are left, 1 if a cell failed, 2 for a wrong call.
 set -euo pipefail
 commit=unknown out='' jobs_per_device=1 devices='' work=/tmp/kalmix-recall limit=585 python=python3 wheels=.gpu/whl
-rows=()
+rows=() tf32=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
   case $1 in
+    --tf32)
+      tf32=(--tf32)
+      shift
+      continue ;;
     --rows) rows+=("${2:?$1 needs a value}") ;;
     --commit | --out | --jobs-per-device | --devices | --work | --limit | --python | --wheels)
       name=${1#--}
@@ -88,7 +93,7 @@ left=$((limit - SECONDS - 20))  # the report takes time, too
 [ "$left" -gt 0 ] || { echo "too little time is left in this call; repeat it"; exit 3; }
 status=0
 bench run "$work/cells.jsonl" ${devices:+--devices "$devices"} --jobs-per-device "$jobs_per_device" --commit "$commit" \
-  --data "$work/data" --deadline "$left" --output "$work/run" || status=$?
+  --data "$work/data" --deadline "$left" "${tf32[@]}" --output "$work/run" || status=$?
 "$python" -m kalmix_bench.experiments.recall.unfinished "$work/cells.jsonl" "$work/run" "$out/unfinished.jsonl" || true
 echo "ended with status $status after $SECONDS s"
 exit "$status"

@@ -41,14 +41,16 @@ class Recall(Experiment[RecallCell]):
     Args:
         commit: commit of kalmix for the rows, where git does not know it.
         data: folder for rows of tasks, so that cells with equal rows draw them once.
+        tf32: whether a GPU rounds float32 operands of matrix products to TF32, which is faster. Rows say so.
     """
 
     name = "benchmarks"
     keys = frozenset(("task", "layer"))
 
-    def __init__(self, commit: str | None = None, data: Path | None = None) -> None:
+    def __init__(self, commit: str | None = None, data: Path | None = None, *, tf32: bool = False) -> None:
         self.commit: str | None = commit
         self.data: Path | None = data
+        self.tf32: bool = tf32
 
     def commands(self) -> dict[str, Callable[..., None]]:
         return {bench: _command(bench) for bench in presets.BENCHES}
@@ -70,9 +72,10 @@ class Recall(Experiment[RecallCell]):
         from kalmix_bench.experiments.recall.trainer import train_cell
 
         (cell,), origin = cells, {} if self.commit is None else {"commit": self.commit}
+        origin |= {"tf32": True} if self.tf32 and device.type == "cuda" else {}
         data, from_last = draw_cell_data(cell, self.data), datasets.get_task(cell.task).from_last
         length = data.parts[0].test.inputs.shape[1]
-        with deterministic_mode(device):
+        with deterministic_mode(device, tf32=self.tf32):
             with torch.random.fork_rng():
                 torch.manual_seed(cell.seed)
                 model = build(data.vocab_size, cell.shape, cell.layer, length, from_last=from_last)

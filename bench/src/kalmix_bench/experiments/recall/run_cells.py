@@ -25,6 +25,9 @@ def run(
     data: Annotated[
         Path | None, typer.Option(help="Folder for rows of tasks. Default: each cell draws its own.")
     ] = None,
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="Round operands of matrix products to TF32 on a GPU, which is faster.")
+    ] = False,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/cells"),
 ) -> None:
     """Run the cells of a file; the same command resumes cells that the deadline stopped.
@@ -33,7 +36,7 @@ def run(
     """
     console, cell_list = Console(highlight=False), cell_file.read(cells, parse_cell)
     sweep, results = LimitedSweep.of(devices, jobs_per_device, deadline), Results(output / "results.jsonl")
-    experiment = Recall(commit, data)
+    experiment = Recall(commit, data, tf32=tf32)
     with progress(console) as progress_factory:
         rows = scheduler.run(
             experiment, cell_list, results, sweep.device, progress_factory=progress_factory, worker_config=sweep.workers
