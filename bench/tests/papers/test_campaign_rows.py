@@ -60,6 +60,7 @@ def printed(cell: RecallCell, index: int) -> float:
 
 def results(folder: Path, rows: Sequence[dict[str, Any]]) -> CommittedResults:
     """Return committed results with these rows in the place of the campaign's."""
+    folder.mkdir(exist_ok=True)
     for path in RESULTS.iterdir():
         if path.name != "recall" and not (folder / path.name).exists():
             (folder / path.name).symlink_to(path)
@@ -192,6 +193,14 @@ def test_depths_that_did_not_run_leave_claims_undecided(tmp_path: Path) -> None:
     found = results(tmp_path, campaign_rows(deeper, printed))
     lines = {cells[0]: cells for cells in table(found, "Numbers of Figure 1a")}
     assert lines["KLA"] == ["KLA", "2", *["at most 2"] * 5, *["unknown"] * 3]
+
+
+def test_layers_that_have_not_learned_a_task_do_not_match(tmp_path: Path) -> None:
+    shared = [cell for cell in CELLS if cell.task == "mqar/shared"]
+    for score, agrees in ((0.49, None), (0.5, True)):
+        found = results(tmp_path / str(score), campaign_rows(shared, lambda *_, score=score: score))
+        _, compared, _ = line(found, BAYES, "Figure 4a")
+        assert [one.agrees for one in compared.comparisons] == [agrees] * 4
 
 
 def test_older_rows_count_where_the_campaign_has_none(tmp_path: Path) -> None:

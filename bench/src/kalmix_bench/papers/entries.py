@@ -42,8 +42,8 @@ class Order:
         better, worse: places of our numbers; `name` names what is compared.
         lower_is_better: whether the smaller number is better.
         percent: whether both are fractions that are shown in percent.
-        matches: whether the claim also holds for equal numbers: for a difference within its standard error, or of at
-            most 0.05 percent points.
+        matches: whether the claim also holds for equal shares: for a difference within its standard error, or of at
+            most 0.05 percent points. Two shares below one half decide nothing: neither layer has learned the task.
     """
 
     what: str

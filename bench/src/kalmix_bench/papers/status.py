@@ -13,6 +13,7 @@ from kalmix_bench.papers.quantities import CommittedResults, Measured, Sizes
 from kalmix_bench.papers.word_problems import accuracies, count_blocks
 from kalmix_bench.runner.published_names import published_name
 
+LEARNED = 0.5  # smallest share that shows that a layer has learned a task; layers that have not do not match
 EQUAL_SHARES = 0.0005  # largest difference of fractions that match: half of the last digit of 99.9%
 APPROXIMATE = 2.5  # largest difference from a number that the paper prints as approximate, in percent points
 REPRODUCED, CONFIRMED, DIFFERS = "reproduced", "order confirmed", "differs"
@@ -213,6 +214,8 @@ def _compare_order(order: Order, better: Measured | None, worse: Measured | None
     names = [place.get("name") or published_name(place["layer"]) for place in (order.better, order.worse)]
     if better is None or worse is None:
         return Comparison(order.what, f"{names[0]} better than {names[1]}", None, True)
+    if order.matches and max(better.value, worse.value) < LEARNED:
+        return Comparison(order.what, f"neither {names[0]} nor {names[1]} has learned the task", None, True)
     pair = (better, worse)
     if math.isnan(better.value) or math.isnan(worse.value):
         texts = [
