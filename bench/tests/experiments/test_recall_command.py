@@ -133,6 +133,16 @@ def test_validation_rows_select_the_epoch(kalmix, tmp_path: Path) -> None:
     assert "macro, chosen on test" in (tmp_path / "report.csv").read_text()
 
 
+def test_the_report_has_the_time_of_all_processes_of_a_cell(kalmix, tmp_path: Path) -> None:
+    asked = ("bench", "mad", "--task", "selective-copying", "--layer", "kla", "--epochs", 1, "--device", "cpu")
+    assert kalmix(*asked, "--output", tmp_path).status == 0
+    (row,) = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    resumed = {**row, "seconds": 3.0, "training_seconds": 5000.0, "evaluation_seconds": 21.0}  # 3 seconds: the last one
+    (tmp_path / "results.jsonl").write_text(json.dumps(resumed) + "\n")
+    report = kalmix("bench", "report", tmp_path)
+    assert report.status == 0 and " 5021 |" in (tmp_path / "report.md").read_text()
+
+
 def test_scores_over_seeds() -> None:
     assert str(Score.of([0.5])) == "50.0" and str(Score.of([0.5, 0.7])) == "60.0 ± 10.0"
     assert published_score("mad/compression", "kla-noise-free") == (72.91, "Kalman Linear Attention, Table 6")
