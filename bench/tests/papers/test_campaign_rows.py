@@ -200,7 +200,7 @@ def test_layers_that_have_not_learned_a_task_do_not_match(tmp_path: Path) -> Non
     for score, agrees in ((0.49, None), (0.5, True)):
         found = results(tmp_path / str(score), campaign_rows(shared, lambda *_, score=score: score))
         _, compared, _ = line(found, BAYES, "Figure 4a")
-        assert [one.agrees for one in compared.comparisons] == [agrees] * 4
+        assert [one.agrees for one in compared.comparisons] == [agrees] * 2
 
 
 def test_older_rows_count_where_the_campaign_has_none(tmp_path: Path) -> None:

@@ -186,7 +186,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
     def _is_best(self, loss: str, score: str) -> dict[str, bool]:
         """Return whether the last epoch has the lowest loss (the last such epoch), and the best score.
 
-        Of epochs with equal scores, the one with the lowest loss is the best: the score of a hard task stays 0 for long.
+        Of epochs with equal scores, the one with the lowest loss is best: the score of a hard task stays 0 for long.
         """
         losses, scores = self.curves[loss], self.curves[score]
         best = max(range(len(scores)), key=lambda epoch: (scores[epoch], -losses[epoch]))
