@@ -312,6 +312,21 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
     assert ("gla", "held-out loss") not in found
 
 
+def test_models_that_shared_a_gpu_have_no_speed(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    alone, shared = _row("gla"), {**_row("kla"), "jobs_per_device": 2}
+    console = Console(record=True, width=240)
+    report.write_report([alone, shared], tmp_path, console)
+    text = console.export_text()
+    cost = {words[0]: words for words in map(str.split, text[text.index("cost") :].splitlines()) if words}
+    assert "500" in cost["gla"] and "4.50" in cost["gla"]
+    assert "500" not in cost["kla"] and "4.50" not in cost["kla"] and "KiB" in cost["kla"]
+    assert "Models that shared a device have no speed." in " ".join(text.split())
+    panels = {panel.title: panel.curves for panel in report._panels(report.group_rows([alone, shared]), "")}
+    assert len(panels["by tokens"]) == 2 and len(panels["by time"]) == 1
+
+
 @pytest.mark.slow
 def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(word_shards: Path, tmp_path: Path) -> None:
     cell = LanguageCell(

@@ -90,7 +90,7 @@ def test_the_laptop_preset_runs_is_cut_continues_and_is_reported(
     assert result.status == 0, result.errors
     rows = [json.loads(line) for line in (output / "results.jsonl").read_text().splitlines()]
     assert [row["stage"] for row in rows] == ["tune"] * 6 + ["main"] * 2
-    assert rows[-1]["commit"] == "abc"
+    assert rows[-1]["commit"] == "abc" and {row["jobs_per_device"] for row in rows} == {2}
     for row in (row for row in rows if row["stage"] == "main"):
         same = [x for x in rows if (x["stage"], x["language"]) == ("tune", row["language"])]
         assert row["learning_rate"] == min(same, key=lambda x: x["loss"])["learning_rate"]

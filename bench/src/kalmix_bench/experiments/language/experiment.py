@@ -55,16 +55,25 @@ class Language(Experiment[LanguageCell]):
         shards: folder of token shards; needed to run cells.
         checkpoints: folder of checkpoints. Default: beside the results.
         commit: commit of kalmix, where git does not know it.
+        jobs_per_device: number of cells that run on a device at once; stored in rows if it is not 1.
     """
 
     name = "language"
     keys = frozenset(("language", "corpus"))
     in_all = False
 
-    def __init__(self, shards: Path | None = None, checkpoints: Path | None = None, commit: str | None = None) -> None:
+    def __init__(
+        self,
+        shards: Path | None = None,
+        checkpoints: Path | None = None,
+        commit: str | None = None,
+        *,
+        jobs_per_device: int = 1,
+    ) -> None:
         self.shards: Path | None = shards
         self.checkpoints: Path | None = checkpoints
         self.commit: str | None = commit
+        self.jobs_per_device: int = jobs_per_device
 
     def commands(self) -> dict[str, Callable[..., None]]:
         return {"language": _command}
@@ -83,6 +92,7 @@ class Language(Experiment[LanguageCell]):
         (cell,) = cells
         assert self.shards is not None
         row = run_cell(cell, self.shards, self._folder(cell, results), on_progress)
+        row |= {} if self.jobs_per_device == 1 else {"jobs_per_device": self.jobs_per_device}
         return [row if self.commit is None else {**row, "commit": self.commit}]
 
     def clear(self, cell: LanguageCell, results: Results) -> None:
@@ -214,7 +224,8 @@ def _command(
             raise ArgumentError("shards", problem="is missing", expected="a folder of `kalmix data prepare`")
         shards = corpus.laptop_shards(output / "corpus", choice.preset.main.model.vocab_size)
     manifest = Manifest.load(shards)
-    digest, experiment = corpus.digest(manifest), Language(shards.resolve(), checkpoints, commit)
+    digest = corpus.digest(manifest)
+    experiment = Language(shards.resolve(), checkpoints, commit, jobs_per_device=jobs_per_device)
     sweep = LimitedSweep.of(devices, jobs_per_device, deadline)
     cells: list[LanguageCell] = []
     rows: dict[LanguageCell, Row] = {}

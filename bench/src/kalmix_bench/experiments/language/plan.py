@@ -39,7 +39,8 @@ def plan_table(
     peak = peak_flops(gpu, bf16=True)
     if peak is None:
         raise ArgumentError("gpu", got=repr(gpu), expected="a GPU whose peak is known, such as 'H200'")
-    measured = {row["language"]: row["mfu"] for row in rows if row.get("mfu") and gpu.upper() in row["device"].upper()}
+    alone = [row for row in rows if row.get("mfu") and "jobs_per_device" not in row]
+    measured = {row["language"]: row["mfu"] for row in alone if gpu.upper() in row["device"].upper()}
     title = f"[bold]plan[/] for one {gpu}, at an MFU of {mfu:g} where none has been measured"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("stage", "layer", "blocks"):

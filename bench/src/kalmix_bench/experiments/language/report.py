@@ -215,25 +215,36 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
         table.add_row(
             group.layer,
             *(
-                _number(group.score(lambda row, name=name: row.get(name)), style)
+                _number(group.score(lambda row, name=name: speed(row, name)), style)
                 for name, style in (
                     ("tokens_per_second", ",.0f"),
                     ("mfu", ".3f"),
                     ("training_seconds", ",.1f"),
-                    ("training_memory_gib", ".1f"),
                 )
             ),
+            _number(group.score(lambda row: row.get("training_memory_gib")), ".1f"),
             *("" if size is None else f"{size / 1024:,.0f} KiB" for size in state),
-            _number(group.score(lambda row: row.get("decode_ms")), ".2f"),
+            _number(group.score(lambda row: speed(row, "decode_ms")), ".2f"),
         )
     rows = next((group.first.get("decode_rows") for group in groups if group.rows), None)
     table.caption = (
         f"Seconds of training steps, without compilation and tests. State of one sequence. Decoding: a token of {rows} "
         f"sequences by `generate`. {_devices(groups)}"
     )
+    if any(_shared_device(row) for group in groups for row in group.rows):
+        table.caption += " Models that shared a device have no speed."
     notes = dict.fromkeys((group.layer, row["note"]) for group in groups for row in group.rows if row.get("note"))
     table.caption += "".join(f" {layer}: {note}" for layer, note in notes)
     return table
+
+
+def _shared_device(row: Row) -> bool:
+    return "jobs_per_device" in row
+
+
+def speed(row: Row, name: str) -> float | None:
+    """Return a measure of speed; `None` if the row has none, or its model shared the device with others."""
+    return None if _shared_device(row) else row.get(name)
 
 
 def _devices(groups: Sequence[Group]) -> str:
@@ -284,6 +295,8 @@ def _panels(groups: Sequence[Group], condition: str) -> list[LinePanel]:
 
 
 def _held_out(group: Group, axis: str, factor: float) -> Curve | None:
+    if axis == "seconds" and any(map(_shared_device, group.rows)):
+        return None
     curves = [row["held_out"] for row in group.rows]
     length = min(len(curve["loss"]) for curve in curves)
     x = [factor * mean(curve[axis][n] for curve in curves) for n in range(length)]
