@@ -147,8 +147,8 @@ def _figure_2(length: int, pairs: int, batch: int, widths: tuple[int, ...], laye
     return RecallStudy("mqar", (part,), shapes, replace(_ZOOLOGY, batch_size=batch), layers, _GRID)
 
 
-# Appendix F of Memory by Design. It does not state learning rate and epochs; these are ours. With fewer rows than the
-# paper's, models learned them by heart before they learned to recall (docs/results/recall.md).
+# Appendix F of Memory by Design. It does not state learning rate and epochs; these are ours. With 20,000 to 50,000
+# rows a setting, most models memorized them (docs/results/recall.md).
 _BAYES = RecallProtocol(
     epochs=16,
     batch_size=256,
