@@ -214,8 +214,6 @@ def _compare_order(order: Order, better: Measured | None, worse: Measured | None
     names = [place.get("name") or published_name(place["layer"]) for place in (order.better, order.worse)]
     if better is None or worse is None:
         return Comparison(order.what, f"{names[0]} better than {names[1]}", None, True)
-    if order.matches and max(better.value, worse.value) < LEARNED:
-        return Comparison(order.what, f"neither {names[0]} nor {names[1]} has learned the task", None, True)
     pair = (better, worse)
     if math.isnan(better.value) or math.isnan(worse.value):
         texts = [
@@ -223,6 +221,8 @@ def _compare_order(order: Order, better: Measured | None, worse: Measured | None
             for one, name in zip(pair, names, strict=True)
         ]
         return Comparison(order.what, ", ".join(texts), not math.isnan(better.value), True, math.inf)
+    if order.matches and max(better.value, worse.value) < LEARNED:
+        return Comparison(order.what, f"neither {names[0]} nor {names[1]} has learned the task", None, True)
     agrees = better.value < worse.value if order.lower_is_better else better.value > worse.value
     sign = "=" if better.value == worse.value else "<" if better.value < worse.value else ">"
     if order.matches and abs(better.value - worse.value) <= _margin(order, better, worse):
