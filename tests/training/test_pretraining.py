@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kalmix import ArgumentError
-from kalmix.models import optimizer
+from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.training import Recipe, recipe_checks, trainer
 from kalmix.training.batching import plan_batches
@@ -113,6 +113,23 @@ def test_run_begins_with_weights_of_another(small, tmp_path: Path) -> None:
         torch.testing.assert_close(second.model.state_dict()[name], value)
     with pytest.raises(ArgumentError, match="`initial`"):
         train(small(steps=1, hidden_size=16, initial=str(tmp_path / "first")), tmp_path / "third")
+
+
+def test_weights_that_were_trained_with_another_tokenizer_are_refused(small, shards: Path, tmp_path: Path) -> None:
+    first = train(small(steps=1), tmp_path / "first")
+    corpus = str(shards.parent / "corpus")
+    prepare(Preparation(corpus, vocab_size=270), tmp_path / "other")
+    for data in ({"shards": str(tmp_path / "other")}, {"shards": None, "text": corpus, "vocab_size": 270}):
+        weights = tmp_path / "first"
+        if "text" in data:  # a new tokenizer, of as many tokens as the other
+            config = KalmixConfig.from_pretrained(weights / "model", vocab_size=270)
+            KalmixForCausalLM(config).save_pretrained(tmp_path / "small")
+            first.tokenizer.save_pretrained(tmp_path / "small")
+            weights = tmp_path / "small"
+        with pytest.raises(ArgumentError, match=r"`initial` is '.*', whose tokenizer is another than that of the data"):
+            train(small(steps=1, **data, initial=str(weights)), tmp_path / "second")
+    (tmp_path / "first" / "model" / "tokenizer.json").unlink()  # weights alone are not checked
+    assert train(small(steps=1, initial=str(tmp_path / "first")), tmp_path / "third").finished
 
 
 @pytest.mark.parametrize(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from kalmix._extras import optional_imports
 
 with optional_imports():
+    from tokenizers import Tokenizer
+
     from kalmix.models import KalmixConfig, KalmixForCausalLM
     from kalmix.models.configuration import CONFIG_FIELDS
 
@@ -33,11 +36,17 @@ def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
     return KalmixForCausalLM(KalmixConfig(vocab_size=vocab_size, **given, **ids, **recipe.model))
 
 
-def load_weights(model: KalmixForCausalLM, folder: Path) -> None:
+def load_weights(model: KalmixForCausalLM, folder: Path, vocabulary: Mapping[str, int]) -> None:
     """Replace the weights of a model by those in the folder of a run, or of `save_pretrained`.
 
+    Args:
+        model: the model.
+        folder: folder of the weights. A tokenizer.json beside them must have the same vocabulary.
+        vocabulary: ids of the tokens of the data.
+
     Raises:
-        ArgumentError: the folder holds no model, or its parameters have other names or shapes.
+        ArgumentError: the folder holds no model, or its parameters have other names or shapes; the tokenizer beside
+            them has another vocabulary, or cannot be read.
     """
     path = folder / "model" if (folder / "model").is_dir() else folder
     if not (path / "config.json").is_file():
@@ -49,4 +58,20 @@ def load_weights(model: KalmixForCausalLM, folder: Path) -> None:
     if other:
         got = f"{str(folder)!r}, whose parameter {other[0]!r} differs from that of this model"
         raise ArgumentError("initial", got=got, expected="weights of the same names and shapes")
+    _check_vocabulary(path / "tokenizer.json", folder, vocabulary)
     model.load_state_dict(saved)
+
+
+def _check_vocabulary(path: Path, folder: Path, vocabulary: Mapping[str, int]) -> None:
+    """Check that a tokenizer.json, if there is one, gives each token the id that the data have for it."""
+    if not path.is_file():
+        return
+    try:
+        saved = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # it raises no other class
+        got = f"{str(folder)!r}, whose tokenizer.json is damaged ({error})"
+        raise ArgumentError("initial", got=got, expected="a run or a model folder") from None
+    if saved != vocabulary:
+        got = f"{str(folder)!r}, whose tokenizer is another than that of the data"
+        hint = f"`kalmix data prepare SOURCE --tokenizer {path.parent}` makes such shards"
+        raise ArgumentError("initial", got=got, expected="weights that were trained with the same tokens", hint=hint)
