@@ -88,6 +88,18 @@ def test_run_on_a_mixture_of_shards(small, shards: Path, tmp_path: Path) -> None
     ).read_bytes()
 
 
+def test_resumed_run_refuses_other_weights_of_its_shards(small, shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(shards, tmp_path / "copy")
+    mixture = {str(shards): 1.0, str(tmp_path / "copy"): 1.0}
+    train(small(shards=mixture), tmp_path / "run", callbacks=[Kill(3)])
+    other = small(shards={**mixture, str(shards): 3.0})
+    with pytest.raises(ArgumentError, match=r"`shards` have the weights \[3\.0, 1\.0\]; expected \[1\.0, 1\.0\]"):
+        train(other, tmp_path / "run", resume=True)
+    assert Recipe.load(tmp_path / "run").shards == mixture  # the refused settings do not replace those of the run
+    scaled = small(shards=dict.fromkeys(mixture, 5.0))
+    assert train(scaled, tmp_path / "run", resume=True).finished
+
+
 def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shards: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
     prepare(Preparation(str(tmp_path / "more.txt"), tokenizer=str(shards / "tokenizer"), held_out=0), tmp_path / "more")

@@ -34,6 +34,8 @@ with optional_imports():
     from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, set_seed
     from transformers.integrations import get_available_reporting_integrations
 
+    from kalmix.training.shards.mixture import equal_fractions, folder_weights, fractions
+
 from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
@@ -216,6 +218,15 @@ def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequ
             raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
 
 
+def _check_same_weights(recipe: Recipe, saved: Recipe) -> None:
+    """Check that shards, which may have new paths, have the weights of the run to resume."""
+    if recipe.shards is None or saved.shards is None or equal_fractions(*map(fractions, (recipe.shards, saved.shards))):
+        return
+    given, expected = (list(folder_weights(x.shards).values()) for x in (recipe, saved))
+    hint = "Only a branch (`--branch-from`) may have other weights"
+    raise ArgumentError("shards", problem=f"have the weights {given}", expected=f"{expected}", hint=hint)
+
+
 def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | ShardSource) -> Recipe:
     """Begin a branch in the main process, and return its recipe in all. If it cannot begin, the others end quietly."""
     state = process_state()
@@ -239,6 +250,7 @@ def _train(
     if checkpoint is not None:
         if (output / RECIPE_FILE).exists():
             _check_same_recipe(recipe, output, "resume")
+            _check_same_weights(recipe, Recipe.load(output))
         when = f"when {str(checkpoint)!r} was saved"
         inputs.check(source.digests(output), read_input_digests(checkpoint), when, "to resume the run")
     with state.main_process_first():
