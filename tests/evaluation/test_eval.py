@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import datasets
@@ -104,6 +105,21 @@ def test_texts_begin_as_in_training():
     begin_with(tokenizer, 7)
     plain = tokenizer("filter", add_special_tokens=False)["input_ids"]
     assert tokenizer("filter")["input_ids"] == tokenizer.encode("filter") == [7, *plain]
+
+
+def test_tokenizer_without_an_end_of_text_gives_equal_scores(kalmix, run_folder: Path, data: Path, tmp_path: Path):
+    """`kalmix data prepare` takes such tokenizers. lm-eval stops a generation at the end of a text."""
+    shutil.copytree(run_folder / "model", tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    kept = {name: value for name, value in settings.items() if not name.endswith("_token")}
+    (tmp_path / "model" / "tokenizer_config.json").write_text(json.dumps(kept))
+    scores = []
+    for folder in (run_folder, tmp_path / "model"):
+        output = tmp_path / folder.name
+        result = kalmix("eval", folder, "--suite", "gka", "--tasks", "fda", "--data", data, "--output", output / "out")
+        assert result.status == 0, result.errors
+        scores.append(json.loads((output / "out" / "results.json").read_text())["tasks"]["fda"]["scores"])
+    assert scores[0] == scores[1]
 
 
 @pytest.mark.parametrize(

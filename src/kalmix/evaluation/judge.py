@@ -89,10 +89,15 @@ class Judge(HFLM):
 
 
 def begin_texts(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalLM) -> int | None:
-    """Make a tokenizer begin texts as in training, and return the id of the token; `None` if the model has none."""
+    """Make a tokenizer begin texts as in training, and return the id of the token; `None` if the model has none.
+
+    A tokenizer without a token that ends texts gets this one, since it follows the end of each document in training.
+    """
     begin = model.config.bos_token_id
     if begin is not None:
         begin_with(tokenizer, begin)
+        if tokenizer.eos_token_id is None:
+            tokenizer.eos_token = str(tokenizer.convert_ids_to_tokens(begin))
     return begin
 
 
