@@ -202,8 +202,11 @@ def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file:
     assert result.status == 0, result.errors
     second = json.loads((output / "results.json").read_text())["tasks"]
     assert second["perplexity@16"]["text"] != first["perplexity@16"]["text"]
-    (shards / "tokenizer" / "tokenizer.json").rename(tmp_path / "kept.json")
     manifest = json.loads((shards / "manifest.json").read_text())
+    (shards / "manifest.json").write_text(json.dumps({**manifest, "bos_id": manifest["bos_id"] + 1}))
+    result = kalmix(*long, "--text", shards)
+    assert result.status == 2 and "shards whose documents begin with another token; expected" in result.errors
+    (shards / "tokenizer" / "tokenizer.json").rename(tmp_path / "kept.json")
     (shards / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_sha256": "0" * 64}))
     result = kalmix(*long, "--text", shards)
     assert result.status == 2 and "shards of another tokenizer; expected the model's" in result.errors

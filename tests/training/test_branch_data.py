@@ -136,7 +136,13 @@ def test_branches_to_unfit_data_are_refused(
     (tmp_path / "short.txt").write_text("a b")
     prepare(Preparation(str(tmp_path / "short.txt"), str(shards / "tokenizer"), held_out=0), tmp_path / "short")
     mixture = {str(shards): 0.5, str(tmp_path / "tokens"): 0.5}
+    corpus, tokenizer = str(other.parent / "corpus"), str(shards / "tokenizer")
+    prepare(Preparation(corpus, tokenizer, bos="a", held_out=0), tmp_path / "begun")
     for path, message in (
+        (
+            tmp_path / "begun",
+            "`shards` begin documents with another token than the run; expected token .*, as `kalmix data",
+        ),
         (tmp_path / "tokens", "`shards` have another tokenizer than the run; expected shards that .* --tokenizer"),
         (mixture, "`shards` have 2 different tokenizers"),
         (tmp_path / "short", r"whose split 'train' has . tokens; expected enough for one row"),

@@ -14,6 +14,7 @@ from torch import Tensor
 from kalmix.errors import ArgumentError
 from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.suites import PERPLEXITY_LENGTHS
+from kalmix.files import read_json
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import read_documents
 from kalmix.training.shards import Shards
@@ -49,18 +50,23 @@ def read_text(
     Args:
         path: folder of token shards, whose held-out documents are read; or a text file, or a folder with text files.
         tokenizer: tokenizer that begins a text with that token, see `begin_with`.
-        folder: folder of the model, with tokenizer.json.
+        folder: folder of the model, with tokenizer.json and config.json.
         lengths: lengths in tokens. Default: those from 2K to 128K that the text has.
         limit: largest number of windows of the longest length.
 
     Raises:
-        ArgumentError: there is no text, it is shorter than a length, or shards have another tokenizer.
+        ArgumentError: there is no text, it is shorter than a length, or shards have another tokenizer or begin
+            documents with another token.
     """
     shards, stream = None, torch.empty(0, dtype=torch.int64)
     if (path / MANIFEST).is_file():
         shards = Shards(path, "held_out")
         if shards.manifest.tokenizer_sha256 != hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest():
             raise ArgumentError("text", got=f"{str(path)!r}, shards of another tokenizer", expected="the model's")
+        begin = read_json(folder / "config.json").get("bos_token_id")
+        if begin is not None and shards.manifest.bos_id != begin:
+            got = f"{str(path)!r}, shards whose documents begin with another token"
+            raise ArgumentError("text", got=got, expected=f"the model's, {begin} (`kalmix data prepare --bos`)")
         total = shards.tokens
     else:
         encoded = tokenizer(list(read_documents(path).values()), return_attention_mask=False)["input_ids"]

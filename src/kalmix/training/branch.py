@@ -26,7 +26,8 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import UNFINISHED_FOLDER
-from kalmix.training.shards.mixture import equal_fractions, fractions
+from kalmix.training.shards import Shards
+from kalmix.training.shards.mixture import equal_fractions, folder_weights, fractions
 from kalmix.training.shards.trainer_position import DataPosition
 
 BRANCH_FILE = "branch.json"
@@ -53,8 +54,9 @@ def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests
     Raises:
         ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
             checkpoint, or the branch at its step, is in the cooldown; the branch ends before, or is too short for its
-            warmup; the data have changed without another name; other shards have another tokenizer, or the run trains
-            on text and the branch on shards, or the reverse; a step would see another number of sequences.
+            warmup; the data have changed without another name; other shards have another tokenizer or begin documents
+            with another token; the run trains on text and the branch on shards, or the reverse; a step would see
+            another number of sequences.
     """
     run = run_of(start)
     before, checkpoint = Recipe.load(run), _find(start, run)
@@ -101,6 +103,13 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     if data["tokenizer"] != saved["tokenizer"]:
         expected = "shards that `kalmix data prepare --tokenizer` made with the tokenizer of the run"
         raise ArgumentError("shards", problem="have another tokenizer than the run", expected=expected)
+    config = checkpoint / "config.json"
+    begin = read_json(config).get("bos_token_id") if config.is_file() else None
+    manifest = Shards(next(iter(folder_weights(recipe.shards)))).manifest
+    if begin is not None and manifest.bos_id != begin:
+        problem = "begin documents with another token than the run"
+        expected = f"token {begin}, as `kalmix data prepare --bos` chooses it"
+        raise ArgumentError("shards", problem=problem, expected=expected)
     return data["shards"] != saved["shards"] or not equal_fractions(fractions(recipe.shards), fractions(before.shards))
 
 

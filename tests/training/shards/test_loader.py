@@ -356,6 +356,9 @@ def test_orders_and_mixtures_are_checked(folder: Path, tmp_path: Path) -> None:
     both = {folder: 1.0, tmp_path / "shards": 1.0}
     with pytest.raises(ArgumentError, match="`shards` have 2 different tokenizers"):
         TokenLoader(both, PACKED, batch_size=1)
+    prepare(Preparation(str(source), str(folder / "tokenizer"), bos="a", held_out=0), tmp_path / "begun")
+    with pytest.raises(ArgumentError, match="`shards` begin documents with 2 different tokens"):
+        TokenLoader({folder: 1.0, tmp_path / "begun": 1.0}, PACKED, batch_size=1)
     with pytest.raises(ArgumentError, match="`epochs` is 1; expected None for a mixture"):
         TokenLoader(both, Order(64, epochs=1), batch_size=1)
     with pytest.raises(ArgumentError, match="whose split 'held_out' has 0 tokens"):

@@ -153,7 +153,8 @@ class TokenLoader(DataLoader[Batch]):
 
     Raises:
         ArgumentError: an argument has another type or value than described; a folder holds no finished shards, or too
-            few tokens for a row; the folders have different tokenizers; a mixture has finite epochs.
+            few tokens for a row; the folders have different tokenizers, or begin documents with different tokens; a
+            mixture has finite epochs.
 
     Example:
         >>> from pathlib import Path
@@ -199,6 +200,10 @@ class TokenLoader(DataLoader[Batch]):
         if len(tokenizers) > 1:
             problem = f"have {len(tokenizers)} different tokenizers"
             raise ArgumentError("shards", problem=problem, expected="shards of one tokenizer")
+        begins = {shards.manifest.bos_id for shards in dataset.shards}
+        if len(begins) > 1:
+            problem = f"begin documents with {len(begins)} different tokens"
+            raise ArgumentError("shards", problem=problem, expected="shards of one `bos` (`--bos`)")
         options: dict[str, Any] = {"num_workers": workers, "pin_memory": pin_memory}
         if workers:
             options["worker_init_fn"] = _outlive_one_signal
