@@ -218,6 +218,7 @@ def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file:
         (("--lengths", "4096"), "`lengths` does not apply to the suite 'kla'"),
         (("--suite", "long", "--lengths", "many"), "`lengths` is 'many'"),
         (("--suite", "long", "--lengths", "0"), "`lengths` is 0"),
+        (("--suite", "long", "--text", "short.txt", "--lengths", "1,4"), "`lengths` is 1; expected at least 2 tokens"),
         (("--suite", "long", "--lengths", "1048577"), "`lengths` is 1048577; expected at most 1048576, except for"),
         (("--suite", "long", "--tasks", "perplexity"), "`text` is missing"),
         (("--suite", "long", "--text", "nothing.txt"), "nothing.txt"),

@@ -117,8 +117,8 @@ def units_of(
         text_lengths: lengths of perplexity, which is then computed besides the tasks. Default: no text.
 
     Raises:
-        ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer or
-            too large for lm-eval, or the suite has no lengths.
+        ArgumentError: a name is unknown, perplexity is requested without a text, a length is not a positive integer,
+            below 2 for a perplexity or too large for lm-eval, or the suite has no lengths.
     """
     if suite not in SUITES:
         raise unknown_name("suite", suite, SUITES)
@@ -131,6 +131,9 @@ def units_of(
             raise ArgumentError(name, problem=f"does not apply to the suite {suite!r}", expected="the suite 'long'")
     for length in lengths:
         check_positive_int("lengths", length)
+    if text_lengths and min(text_lengths) < 2:
+        expected = "at least 2 tokens for a perplexity: the first one of a window is not predicted"
+        raise ArgumentError("lengths", got=min(text_lengths), expected=expected)
     if PERPLEXITY in tasks and text_lengths is None:
         raise ArgumentError("text", problem="is missing", expected="a text to compute the perplexity of")
     wanted = set(tasks) or set(names) - {PERPLEXITY}
