@@ -123,6 +123,7 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
     kla = {"mixer": "kla", "slots": 4}
     expected = Recipe(layers=(kla, kla, "attention"), tokens=10**9, betas=(0.8, 0.9), learning_rates={"head": 1e-3})
     assert read_recipe(path) == expected
+    assert read_recipe(write(tmp_path, f"\ufeff{Path(path).read_text()}")) == expected  # a byte-order mark of Windows
     assert isinstance(read_recipe(path).tokens, int)
     settings = ["steps=5", "layers=2*kla,attention", "text = a/b=c.txt", "learning_rates.embeddings=0.3", "clip=none"]
     changed = read_recipe(path, settings)

@@ -114,7 +114,7 @@ def _read(name: str) -> dict[str, Any]:
         text = _FOLDER.joinpath(name + SUFFIX).read_text(encoding="utf-8")
     elif path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # some editors of Windows write a byte-order mark
         except (OSError, UnicodeDecodeError) as error:
             raise ArgumentError("recipe", got=f"{name!r}, which cannot be read ({error})", expected="TOML") from None
     else:
