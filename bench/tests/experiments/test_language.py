@@ -19,6 +19,7 @@ from kalmix.models import KalmixForCausalLM
 from kalmix_bench.experiments.language import experiment, precompile, probes, report, run
 from kalmix_bench.experiments.language.architectures import HYBRID, LAYERS, ModelSize, count_parameters, make_blocks
 from kalmix_bench.experiments.language.experiment import Language
+from kalmix_bench.experiments.language.plan import plan_table
 from kalmix_bench.experiments.language.protocol import (
     MAIN,
     PRESETS,
@@ -312,7 +313,7 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
     assert ("gla", "held-out loss") not in found
 
 
-def test_models_that_shared_a_gpu_have_no_speed(tmp_path: Path) -> None:
+def test_models_that_shared_a_device_have_no_speed(tmp_path: Path) -> None:
     from rich.console import Console
 
     alone, shared = _row("gla"), {**_row("kla"), "jobs_per_device": 2}
@@ -325,6 +326,11 @@ def test_models_that_shared_a_gpu_have_no_speed(tmp_path: Path) -> None:
     assert "Models that shared a device have no speed." in " ".join(text.split())
     panels = {panel.title: panel.curves for panel in report._panels(report.group_rows([alone, shared]), "")}
     assert len(panels["by tokens"]) == 2 and len(panels["by time"]) == 1
+    cells = [LanguageCell(MAIN, name, PAPER.main, 1e-3, 0, "c") for name in ("gla", "kla")]
+    console = Console(record=True, width=240)
+    console.print(plan_table(cells, None, "H200", 0.3, [{**alone, "mfu": 0.125}, {**shared, "mfu": 0.125}]))
+    plan = {words[1]: words for words in map(str.split, console.export_text().splitlines()) if words[1:2]}
+    assert ("0.125" in plan["gla"], "0.125" in plan["kla"]) == (True, False)  # where none was measured, the assumed MFU
 
 
 @pytest.mark.slow

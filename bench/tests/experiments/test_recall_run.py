@@ -11,7 +11,15 @@ import torch
 
 from kalmix_bench.datasets import Rows
 from kalmix_bench.datasets.metrics import micro
-from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, evaluation_callback, trainer
+from kalmix_bench.experiments.recall import (
+    ModelShape,
+    Part,
+    RecallCell,
+    RecallProtocol,
+    evaluation_callback,
+    experiment,
+    trainer,
+)
 from kalmix_bench.experiments.recall.data import Batches, draw_cell_data
 from kalmix_bench.experiments.recall.experiment import Recall
 from kalmix_bench.experiments.recall.models import TokenModel
@@ -193,6 +201,20 @@ def test_of_epochs_with_equal_scores_that_of_the_lowest_loss_counts(
     row = found(replace(COPY, protocol=replace(COPY.protocol, epochs=3)), tmp_path)
     assert row["scores"]["test_loss"] == 1.0 and set(row["curves"][row["score"]]) == {0.0}
     assert [part["test_loss"] for part in row["slices"]["score"]] == [1.0]
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_a_cell_runs_at_the_precision_of_its_experiment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tf32: bool
+) -> None:
+    given = []
+    mode = experiment.deterministic_mode
+    monkeypatch.setattr(
+        experiment, "deterministic_mode", lambda device, *, tf32: given.append(tf32) or mode(device, tf32=tf32)
+    )
+    one = replace(COPY, protocol=replace(COPY.protocol, epochs=1))
+    row = run(Recall(tf32=tf32), [one], Results(tmp_path / "results.jsonl"), CPU)[one]
+    assert given == [tf32] and "tf32" not in row  # a CPU does not round
 
 
 def test_a_run_that_diverges_is_finished(tmp_path: Path) -> None:

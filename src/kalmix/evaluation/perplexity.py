@@ -14,7 +14,6 @@ from torch import Tensor
 from kalmix.errors import ArgumentError
 from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.suites import PERPLEXITY_LENGTHS
-from kalmix.files import read_json
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import read_documents
 from kalmix.training.shards import Shards
@@ -63,8 +62,8 @@ def read_text(
         shards = Shards(path, "held_out")
         if shards.manifest.tokenizer_sha256 != hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest():
             raise ArgumentError("text", got=f"{str(path)!r}, shards of another tokenizer", expected="the model's")
-        begin = read_json(folder / "config.json").get("bos_token_id")
-        if begin is not None and shards.manifest.bos_id != begin:
+        begin = shards.manifest.other_begin(folder)
+        if begin is not None:
             got = f"{str(path)!r}, shards whose documents begin with another token"
             raise ArgumentError("text", got=got, expected=f"the model's, {begin} (`kalmix data prepare --bos`)")
         total = shards.tokens

@@ -26,7 +26,7 @@ from kalmix.training.checkpoints import (
 )
 from kalmix.training.recipe import Recipe
 from kalmix.training.saving import UNFINISHED_FOLDER
-from kalmix.training.shards import Shards
+from kalmix.training.shards.manifest import Manifest
 from kalmix.training.shards.mixture import equal_fractions, folder_weights, fractions
 from kalmix.training.shards.trainer_position import DataPosition
 
@@ -103,10 +103,9 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     if data["tokenizer"] != saved["tokenizer"]:
         expected = "shards that `kalmix data prepare --tokenizer` made with the tokenizer of the run"
         raise ArgumentError("shards", problem="have another tokenizer than the run", expected=expected)
-    config = checkpoint / "config.json"
-    begin = read_json(config).get("bos_token_id") if config.is_file() else None
-    manifest = Shards(next(iter(folder_weights(recipe.shards)))).manifest
-    if begin is not None and manifest.bos_id != begin:
+    first = Path(next(iter(folder_weights(recipe.shards))))  # the loader compares the others with it
+    begin = Manifest.load(first).other_begin(checkpoint)
+    if begin is not None:
         problem = "begin documents with another token than the run"
         expected = f"token {begin}, as `kalmix data prepare --bos` chooses it"
         raise ArgumentError("shards", problem=problem, expected=expected)

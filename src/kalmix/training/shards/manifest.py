@@ -102,6 +102,16 @@ class Manifest:
         """Return the number of documents, tokens, or bytes of text in a split."""
         return sum(getattr(shard, unit) for shard in self.shards if shard.split == split)
 
+    def other_begin(self, model: Path) -> int | None:
+        """Return the token with which a saved model begins documents, if the shards begin them with another one.
+
+        Args:
+            model: folder of the model. If its config.json is missing or names no token, nothing differs.
+        """
+        config = model / "config.json"
+        begin = read_json(config).get("bos_token_id") if config.is_file() else None
+        return None if begin == self.bos_id else begin
+
     def save(self, folder: Path) -> None:
         """Write manifest.json into `folder`, replacing an older one atomically."""
         counts = {name: {unit: self.count(name, unit) for unit in ("documents", "tokens", "bytes")} for name in SPLITS}

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from kalmix.errors import ArgumentError
 from kalmix_bench.experiments.language.architectures import compress, describe, make_blocks
-from kalmix_bench.experiments.language.protocol import LanguageCell
+from kalmix_bench.experiments.language.protocol import LanguageCell, speed
 from kalmix_bench.runner.cells import Row
 
 GPU, MFU = "H200", 0.15  # of estimated times
@@ -39,8 +39,8 @@ def plan_table(
     peak = peak_flops(gpu, bf16=True)
     if peak is None:
         raise ArgumentError("gpu", got=repr(gpu), expected="a GPU whose peak is known, such as 'H200'")
-    alone = [row for row in rows if row.get("mfu") and "jobs_per_device" not in row]
-    measured = {row["language"]: row["mfu"] for row in alone if gpu.upper() in row["device"].upper()}
+    here = [row for row in rows if gpu.upper() in row["device"].upper()]
+    measured = {row["language"]: rate for row in here if (rate := speed(row, "mfu"))}
     title = f"[bold]plan[/] for one {gpu}, at an MFU of {mfu:g} where none has been measured"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left")
     for column in ("stage", "layer", "blocks"):

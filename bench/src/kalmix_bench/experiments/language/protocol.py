@@ -278,6 +278,16 @@ def main_cells(
     ]
 
 
+def shared_device(row: Row) -> bool:
+    """Return whether other models ran on the device of a row's model at the same time."""
+    return "jobs_per_device" in row
+
+
+def speed(row: Row, name: str) -> float | None:
+    """Return a measure of speed; `None` if the row has none, or its model shared the device."""
+    return None if shared_device(row) else row.get(name)
+
+
 def best_rates(rows: Iterable[Row], layers: Sequence[str]) -> dict[str, float]:
     """Return the learning rate of the lowest held-out loss of each layer, averaged over seeds.
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix_bench.experiments.language.architectures import LAYERS, describe
-from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE, RunSize
+from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE, RunSize, shared_device, speed
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.line_panels import Curve, LinePanel, draw_line_panels
 from kalmix_bench.runner.paper_claims import Finding
@@ -231,20 +231,11 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
         f"Seconds of training steps, without compilation and tests. State of one sequence. Decoding: a token of {rows} "
         f"sequences by `generate`. {_devices(groups)}"
     )
-    if any(_shared_device(row) for group in groups for row in group.rows):
+    if any(shared_device(row) for group in groups for row in group.rows):
         table.caption += " Models that shared a device have no speed."
     notes = dict.fromkeys((group.layer, row["note"]) for group in groups for row in group.rows if row.get("note"))
     table.caption += "".join(f" {layer}: {note}" for layer, note in notes)
     return table
-
-
-def _shared_device(row: Row) -> bool:
-    return "jobs_per_device" in row
-
-
-def speed(row: Row, name: str) -> float | None:
-    """Return a measure of speed; `None` if the row has none, or its model shared the device with others."""
-    return None if _shared_device(row) else row.get(name)
 
 
 def _devices(groups: Sequence[Group]) -> str:
@@ -295,7 +286,7 @@ def _panels(groups: Sequence[Group], condition: str) -> list[LinePanel]:
 
 
 def _held_out(group: Group, axis: str, factor: float) -> Curve | None:
-    if axis == "seconds" and any(map(_shared_device, group.rows)):
+    if axis == "seconds" and any(map(shared_device, group.rows)):
         return None
     curves = [row["held_out"] for row in group.rows]
     length = min(len(curve["loss"]) for curve in curves)

@@ -45,7 +45,7 @@ class _Stage(NamedTuple):
 
 
 STAGES = (
-    # 16 cells, which begin at once with 8 processes on each of two GPUs: some of each benchmark; then the short ones
+    # The first 16 cells begin at once with 8 processes on each of two GPUs: some of each benchmark.
     _Stage("a5", "short", ("a5",), WORDS, (1,)),
     _Stage("mad", "paper", LONG, MAD_FIRST),
     _Stage("mqar", "short", ("update",), ("bayesian", "gated-deltanet")),
