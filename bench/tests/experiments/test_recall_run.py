@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -114,17 +115,22 @@ def test_steps_that_cannot_be_captured_run_without_a_graph(tmp_path: Path, monke
     def refuse(self: trainer.CellTrainer, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> None:
         tried.append(model is self.net)
         trainer.CellTrainer._step(self, self.net, **batch).item()  # the failure may come after a backward pass
+        time.sleep(0.5)
         raise RuntimeError("no kernel\nand a long text")
 
     monkeypatch.setattr(trainer.CellTrainer, "_capture", refuse)
     monkeypatch.setattr(trainer.CellTrainer, "training_step", _replayed_step)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    began = time.monotonic()
     row = found(COPY, tmp_path / "refused")
+    seconds = time.monotonic() - began
     assert (row["curves"], row["slices"]) == (expected["curves"], expected["slices"])
     assert tried == [False, True]
     kinds = ("compiled", "captured")
     assert row["fallbacks"] == [f"steps (24, 16) are not {kind}: RuntimeError: no kernel" for kind in kinds]
     assert "fallbacks" not in expected
+    assert row["compilation_seconds"] >= 1.0 and expected["compilation_seconds"] == 0.0
+    assert row["training_seconds"] + row["evaluation_seconds"] + row["compilation_seconds"] <= seconds
 
 
 def _replayed_step(

@@ -56,7 +56,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         slices: test scores of each part at the selected epochs "loss", "score" and "last". Parts with training rows
             select the epochs, and end the training. If there are validation rows, they do so, and "loss on test" and
             "score on test" are the epochs that test rows select.
-        seconds: time of training and of evaluation.
+        seconds: time of training, of evaluation, and of compilation, which the time of training leaves out.
         stopped: whether the run stored a checkpoint and stopped because `on_progress` returned true.
         fallbacks: why steps on a GPU were not compiled or not captured as a CUDA graph; empty if they were.
     """
@@ -66,7 +66,7 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         self.trainer: EvaluationTrainer | None = None
         self.curves: Curves = {}
         self.slices: dict[str, list[dict[str, float]]] = {}
-        self.seconds = {"training": 0.0, "evaluation": 0.0}
+        self.seconds = {"training": 0.0, "evaluation": 0.0, "compilation": 0.0}
         self._began = self._saved = self.cell_key = time.monotonic()
         self.stopped = False
         self.fallbacks: list[str] = []
@@ -105,6 +105,11 @@ class EvaluationCallback(TrainerCallback, ExportableState):
         """Return whether the current epoch has steps left; after its last step it is evaluated first."""
         assert self.trainer is not None
         return state.global_step % len(self.trainer.batches) > 0
+
+    def leave_out_compilation(self, seconds: float) -> None:
+        """Count `seconds` that have passed in the current epoch as compilation, not as training."""
+        self.seconds["compilation"] = self.seconds.get("compilation", 0.0) + seconds  # older checkpoints have none
+        self._began += seconds
 
     def _stop(self, control: TrainerControl) -> None:
         """Store a checkpoint and stop."""

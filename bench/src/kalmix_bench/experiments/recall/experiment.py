@@ -111,6 +111,7 @@ class Recall(Experiment[RecallCell]):
                 "epochs": epochs,
                 "training_seconds": round(evaluation.seconds["training"], 2),
                 "evaluation_seconds": round(evaluation.seconds["evaluation"], 2),
+                "compilation_seconds": round(evaluation.seconds.get("compilation", 0.0), 2),
                 "tokens_per_second": round(epochs * tokens / max(evaluation.seconds["training"], 1e-9)),
             }
         ]

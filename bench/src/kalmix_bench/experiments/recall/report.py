@@ -97,7 +97,7 @@ def _table(summaries: Sequence[LayerSummary]) -> Table:
             f"{first['protocol']['learning_rate']:.2g}",
             f"{first['protocol']['weight_decay']:g}",
             f"{entry.mean_of('epochs'):.0f}",
-            f"{entry.mean_of('training_seconds') + entry.mean_of('evaluation_seconds'):.0f}",  # of all processes
+            f"{entry.seconds:.0f}",
         )
     if sources:
         table.caption = "paper: " + "; ".join(sources)

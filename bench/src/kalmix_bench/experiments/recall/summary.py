@@ -53,6 +53,12 @@ class LayerSummary:
         """Return the mean of a number that every row has."""
         return mean(row[fact] for row in self.rows)
 
+    @property
+    def seconds(self) -> float:
+        """Mean time of a run, in all its processes; rows of older versions count compilation as training."""
+        names = ("training_seconds", "evaluation_seconds", "compilation_seconds")
+        return mean(sum(row.get(name, 0.0) for name in names) for row in self.rows)
+
 
 def summarize(rows: Iterable[Row]) -> list[LayerSummary]:
     """Group rows of benchmarks by task and layer, in the order in which tasks first occur."""

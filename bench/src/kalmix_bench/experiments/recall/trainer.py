@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -67,6 +68,7 @@ class CellTrainer(SafeTrainer):
         args: TrainingArguments,
     ) -> None:
         protocol, self.cell, self.net, self.graphs, self.inputs = cell.protocol, cell, model, {}, {}
+        self.evaluation = evaluation
         self.parameters: list[nn.Parameter] = list(model.parameters())
         self.fallbacks: list[str] = []  # why steps are not compiled or not captured
         self.batches = Batches(data, protocol.batch_size, shuffle=protocol.shuffle, seed=cell.seed, device=args.device)
@@ -135,7 +137,9 @@ class CellTrainer(SafeTrainer):
         """
         batch = {"inputs": inputs, **others}
         if inputs.shape not in self.graphs:
+            began = time.monotonic()
             self.graphs[inputs.shape] = self._capture_any({name: x.clone() for name, x in batch.items()})
+            self.evaluation.leave_out_compilation(time.monotonic() - began)
         if self.graphs[inputs.shape] is None:
             return self._step(self.net, **batch)
         graph, buffers, loss, gradients = self.graphs[inputs.shape]
