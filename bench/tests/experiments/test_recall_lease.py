@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -137,9 +138,10 @@ def test_a_cell_that_the_time_ends_continues_in_the_next_call(
 
 def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None:
     every = campaign_cells(seeds=2)
-    once = [cell for cell in every if cell.layer in (*PACKAGES, "kla-plus")]
-    assert Counter((cell.layer, cell.seed) for cell in once) == {("mamba-1", 0): 6, ("mlstm", 0): 6, ("kla-plus", 0): 6}
-    assert [cell for cell in every if not cell.seed][-18:] == once  # after all others of their seed
+    once = [cell for cell in every if cell.layer in (*PACKAGES, "kla-plus") or _is_deep_mad(cell)]
+    counts = {"mamba-1": 6, "mlstm": 6, "kla-plus": 6, "kla": 2, "kla-zoh": 2}
+    assert Counter((cell.layer, cell.seed) for cell in once) == {(layer, 0): n for layer, n in counts.items()}
+    assert [cell for cell in every if not cell.seed][-22:] == once  # after all others of their seed
     cells = [cell for cell in every if cell not in once]
     first = [cell for cell in cells if not cell.seed and (cell.shape.decoder or not cell.shape.encoder)]
     second = [cell for cell in cells if cell.seed]  # without the encoder's MLP alone, which has one seed
@@ -152,13 +154,19 @@ def test_the_campaign_has_all_cells_of_a_seed_before_those_of_the_next() -> None
     assert [dict(settings)["k"] for settings in lengths] == [20, 4, 6, 10, 15, 25, 30, 40]
 
 
+def _is_deep_mad(cell: RecallCell) -> bool:
+    return cell.task == "mad/selective-copying" and cell.shape.depth > 1
+
+
 def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> None:
     cells = campaign_cells(1, validation=0)
     kinds = [cell.task.partition("/")[0] for cell in cells]
     assert Counter(kinds[:16]) == {"mad": 8, "mqar": 4, "words": 4}
     readings = set(make_cells(BENCHES["mad"]["encoder"], ("fuzzy-recall", "selective-copying"), (), 1))
     assert len(readings) == 4 and readings <= set(cells)
-    mad = [cell for cell in cells if cell.task.startswith("mad/") and cell not in readings]
+    deep = [cell for cell in cells if _is_deep_mad(cell)]
+    assert {(cell.layer, cell.shape.depth) for cell in deep} == set(product(("kla", "kla-zoh"), (2, 4)))
+    mad = [cell for cell in cells if cell.task.startswith("mad/") and cell not in readings and cell not in deep]
     layers = [*MAD_FIRST, *MAD_OTHERS, "kla-plus", *PACKAGES]
     assert set(mad) == set(make_cells(BENCHES["mad"]["paper"], MAD, layers, 1)) and len(mad) == 6 * len(layers)
     assert {cell.task for cell in cells if cell.task.startswith("mqar")} == {
@@ -210,7 +218,7 @@ def test_the_script_says_which_cells_are_skipped(
     assert ended.returncode == 3, ended.stderr
     skipped, count, *_ = ended.stdout.splitlines()
     assert skipped.startswith("skipped: cells of mlstm, because xlstm is not installed")
-    assert count.startswith("138 cells")
+    assert count.startswith("142 cells")
 
 
 def test_each_task_and_each_layer_of_the_campaign_runs(tmp_path: Path) -> None:

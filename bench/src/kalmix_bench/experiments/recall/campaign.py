@@ -3,10 +3,10 @@
     python -m kalmix_bench.experiments.recall.campaign cells.jsonl --seeds 3
 
 Cells of one seed come before those of the next. Within a seed, the first sixteen cells are from MAD, MQAR and A5, so
-that an early end leaves rows of each; then come more tasks, depths and layers, and long-context recall. KLA+, and
-layers of other packages, come last, with one seed; cells whose package is not installed are left out. `--last RUN` is
-for the last call on a machine: it leaves out cells of MAD's long tasks that have neither a row nor a checkpoint in RUN,
-because they would not end.
+that an early end leaves rows of each; then come more tasks, depths and layers, and long-context recall. KLA+, layers of
+other packages, and deeper models of MAD come last, with one seed; cells whose package is not installed are left out.
+`--last RUN` is for the last call on a machine: it leaves out cells of MAD's long tasks that have neither a row nor a
+checkpoint in RUN, because they would not end.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ STAGES = (
     _Stage("mqar", "short", ("mqar",), SOLVERS),
     _Stage("mad", "paper", FAST, ("kla-plus", *PACKAGES), one_seed=True),
     _Stage("mad", "paper", LONG, ("kla-plus", *PACKAGES), one_seed=True),
+    _Stage("mad", "paper", LONG[:1], ("kla", "kla-zoh"), (2, 4), one_seed=True),
 )
 
 
