@@ -105,6 +105,21 @@ def test_resumed_run_takes_settings_that_do_not_affect_its_result(
     assert finished(read_history(output))
 
 
+def test_resumed_run_refuses_an_edited_recipe(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train(read_recipe(str(recipe), [f"text={text_file}"]), output, callbacks=[Interrupt(3)])
+    edited = json.loads((output / "recipe.json").read_text()) | {"learning_rate": 0.1, "batch_tokens": 32, "workers": 1}
+    (output / "recipe.json").write_text(json.dumps(edited))
+    for command in (("pretrain", "--set", "keep_checkpoints=1"), ("train",)):
+        result = kalmix(command[0], "--resume", "--output", output, *command[1:])
+        assert result.status == 2 and len(result.errors.splitlines()) == 1
+        named = "`batch_tokens` is 32, `learning_rate` is 0.1; expected `batch_tokens` 64, `learning_rate` 0.004, as in"
+        assert named in result.errors
+        assert f"If '{output / 'recipe.json'}' was edited, change it back" in result.errors
+        assert "workers" not in result.errors
+    assert json.loads((output / "recipe.json").read_text()) == edited
+
+
 def test_resumed_run_refuses_other_data(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
     train(read_recipe(str(recipe), [f"text={text_file}"]), tmp_path / "run", callbacks=[Interrupt(3)])
     (tmp_path / "other.txt").write_text(text_file.read_text() + "more")

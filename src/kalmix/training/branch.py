@@ -21,6 +21,7 @@ from kalmix.training.checkpoints import (
     list_checkpoints,
     newest_checkpoint,
     read_input_digests,
+    read_settings,
     renew_manifest,
     run_of,
 )
@@ -36,7 +37,7 @@ _TOLERANCE = 1e-9  # of fractions of a run
 _NAME = "branch_from"
 
 
-def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests, processes: int) -> None:
+def begin_branch(recipe: Recipe, checkpoint: Path, output: Path, data: inputs.Digests, processes: int) -> None:
     """Write the files with which a branch begins: tokenizer, branch.json, recipe.json, and a copy of the checkpoint.
 
     `resume=True` then continues it. Files of the checkpoint are linked instead of copied where the file system allows
@@ -46,20 +47,18 @@ def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests
 
     Args:
         recipe: settings of the branch. Its `warmup` is that of the run.
-        start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
+        checkpoint: checkpoint of the run, as `find_start` returns it.
         output: folder of the branch.
         data: digests of the branch's data, and of their tokenizer or that of the run.
         processes: number of processes that will train.
 
     Raises:
-        ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
-            checkpoint, or the branch at its step, is in the cooldown; the branch ends before, or is too short for its
-            warmup; the data have changed without another name; other shards have another tokenizer or begin documents
-            with another token; the run trains on text and the branch on shards, or the reverse; a step would see
-            another number of sequences.
+        ArgumentError: the run has a time limit or no constant rate; the checkpoint, or the branch at its step, is in
+            the cooldown; the branch ends before, or is too short for its warmup; the data have changed without another
+            name; other shards have another tokenizer or begin documents with another token; the run trains on text and
+            the branch on shards, or the reverse; a step would see another number of sequences.
     """
-    run = run_of(start)
-    before, checkpoint = Recipe.load(run), _find(start, run)
+    run, before = run_of(checkpoint), read_settings(checkpoint)
     restarts = _has_other_data(before, recipe, checkpoint, data)
     recipe = _plan(before, recipe, checkpoint)
     batching = plan_batches(recipe, processes)
@@ -67,8 +66,8 @@ def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests
     folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
-    if restarts:
-        _restart_data(unfinished / checkpoint.name, data)
+    changed = _restart_data(unfinished / checkpoint.name) if restarts else []
+    renew_manifest(unfinished / checkpoint.name, data, recipe, changed)
     sync_tree(unfinished)
     other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
     shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
@@ -112,21 +111,29 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     return data["shards"] != saved["shards"] or not equal_fractions(fractions(recipe.shards), fractions(before.shards))
 
 
-def _restart_data(checkpoint: Path, data: inputs.Digests) -> None:
-    """Let the run of a checkpoint read other data, from the start.
+def _restart_data(checkpoint: Path) -> list[str]:
+    """Let the run of a checkpoint read its data from the start, and return the names of the files that have changed.
 
     Args:
         checkpoint: copy of a checkpoint; its files may be links.
-        data: digests of the data.
     """
     state = read_json(checkpoint / _STATE_FILE)
     state["stateful_callbacks"][DataPosition.__name__] = DataPosition.at_start()
     write_text(checkpoint / _STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
-    renew_manifest(checkpoint, data, _STATE_FILE)
+    return [_STATE_FILE]
 
 
-def _find(start: Path, run: Path) -> Path:
-    """Return the checkpoint to begin with."""
+def find_start(start: Path) -> Path:
+    """Return the checkpoint with which a branch begins.
+
+    Args:
+        start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
+
+    Raises:
+        ArgumentError: there is no run or no such checkpoint, or it is damaged.
+    """
+    run = run_of(start)
+    Recipe.load(run)  # to say so if it is no run
     folder = run / CHECKPOINTS
     checkpoint = newest_checkpoint(folder) if start == run else folder / start.name
     if checkpoint is None:
