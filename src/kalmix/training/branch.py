@@ -15,10 +15,11 @@ from kalmix.training import inputs
 from kalmix.training.batching import count_steps, plan_batches
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
+    STATE_FILE,
+    check_intact,
     check_step_size,
     checkpoint_step,
-    find_damage,
-    list_checkpoints,
+    find_checkpoint,
     newest_checkpoint,
     read_input_digests,
     read_settings,
@@ -32,7 +33,6 @@ from kalmix.training.shards.mixture import equal_fractions, folder_weights, frac
 from kalmix.training.shards.trainer_position import DataPosition
 
 BRANCH_FILE = "branch.json"
-_STATE_FILE = "trainer_state.json"
 _TOLERANCE = 1e-9  # of fractions of a run
 _NAME = "branch_from"
 
@@ -117,10 +117,10 @@ def _restart_data(checkpoint: Path) -> list[str]:
     Args:
         checkpoint: copy of a checkpoint; its files may be links.
     """
-    state = read_json(checkpoint / _STATE_FILE)
+    state = read_json(checkpoint / STATE_FILE)
     state["stateful_callbacks"][DataPosition.__name__] = DataPosition.at_start()
-    write_text(checkpoint / _STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
-    return [_STATE_FILE]
+    write_text(checkpoint / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    return [STATE_FILE]
 
 
 def find_start(start: Path) -> Path:
@@ -135,17 +135,11 @@ def find_start(start: Path) -> Path:
     run = run_of(start)
     Recipe.load(run)  # to say so if it is no run
     folder = run / CHECKPOINTS
-    checkpoint = newest_checkpoint(folder) if start == run else folder / start.name
+    checkpoint = newest_checkpoint(folder) if start == run else find_checkpoint(start, _NAME)
     if checkpoint is None:
         got, hint = f"{str(start)!r}, which holds no checkpoint", "A finished run has those of `keep_steps` only"
         raise ArgumentError(_NAME, got=got, expected="a run with checkpoints", hint=hint)
-    if not checkpoint.is_dir():
-        hint = "Other checkpoints were not saved or are deleted: see `keep_checkpoints` and `keep_steps`"
-        names = ", ".join(path.name for path in reversed(list_checkpoints(folder))) or "a run with checkpoints"
-        raise ArgumentError(_NAME, got=f"{str(start)!r}, which does not exist", expected=names, hint=hint)
-    damage = find_damage(checkpoint)
-    if damage is not None:
-        raise ArgumentError(_NAME, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
+    check_intact(checkpoint, _NAME)
     return checkpoint
 
 
@@ -157,7 +151,7 @@ def _plan(before: Recipe, recipe: Recipe, checkpoint: Path) -> Recipe:
         if each.schedule == "cosine":
             expected = "'trapezoid' or 'wsd', which have a constant rate to branch from"
             raise ArgumentError("schedule", got="'cosine'", expected=expected)
-    row = next(row for row in reversed(read_json(checkpoint / _STATE_FILE)["log_history"]) if "tokens" in row)
+    row = next(row for row in reversed(read_json(checkpoint / STATE_FILE)["log_history"]) if "tokens" in row)
     step, step_tokens = checkpoint_step(checkpoint), row["tokens"] // row["step"]
     old, new = count_steps(before, step_tokens), count_steps(recipe, step_tokens)
     assert old is not None and new is not None

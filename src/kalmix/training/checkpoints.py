@@ -22,6 +22,7 @@ from kalmix.training.recipe import RECIPE_FILE, Recipe
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 MANIFEST_FILE = "manifest.json"
+STATE_FILE = "trainer_state.json"  # of the Trainer, with its log
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)$")
 _READ_SIZE = 1 << 24  # bytes
 
@@ -36,6 +37,30 @@ def run_of(path: Path) -> Path:
         return path
     folder = path.parent if path.parent.name else path.absolute().parent
     return folder.parent if folder.name == CHECKPOINTS else folder
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path names a checkpoint of a run, as in `run_of`. The checkpoint may be missing."""
+    run = run_of(path)
+    return run != path and (run / RECIPE_FILE).exists()
+
+
+def find_checkpoint(path: Path, argument: str) -> Path:
+    """Return the folder of a checkpoint.
+
+    Args:
+        path: RUN/checkpoint-N or RUN/checkpoints/checkpoint-N.
+        argument: name of the argument, for the error message.
+
+    Raises:
+        ArgumentError: there is no such checkpoint.
+    """
+    folder = run_of(path) / CHECKPOINTS
+    if not (folder / path.name).is_dir():
+        hint = "Other checkpoints were not saved or are deleted: see `keep_checkpoints` and `keep_steps`"
+        names = ", ".join(path.name for path in reversed(list_checkpoints(folder))) or "a run with checkpoints"
+        raise ArgumentError(argument, got=f"{str(path)!r}, which does not exist", expected=names, hint=hint)
+    return folder / path.name
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -73,6 +98,21 @@ def remove_checkpoints(folder: Path, keep_steps: int | None) -> None:
     for path in list_checkpoints(folder)[1:]:
         if checkpoint_step(path) % keep_steps:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def check_intact(checkpoint: Path, argument: str) -> None:
+    """Check that a checkpoint is intact; all its files are read.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        argument: name of the argument, for the error message.
+
+    Raises:
+        ArgumentError: it is not, or lacks one of its files.
+    """
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ArgumentError(argument, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
 
 
 def read_input_digests(checkpoint: Path) -> dict[str, str]:
