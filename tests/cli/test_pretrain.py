@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
@@ -81,6 +83,26 @@ def test_dry_run_assumes_the_given_mfu(kalmix) -> None:
     assert whole.endswith("at an MFU of 2%, an assumption") and part.endswith("at an MFU of 1%, an assumption")
     hours = [float(re.search(r"about ([\d.]+) hours", x)[1]) for x in (whole, part)]
     assert hours[1] == pytest.approx(2 * hours[0], rel=0.01)
+
+
+def test_dry_run_refuses_missing_initial_weights_as_the_run_does(
+    kalmix, recipe: Path, text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, message in (("nothing", "nothing' does not exist; expected"), ("empty", "empty', which holds no model")):
+        given = ("pretrain", recipe, "--set", f"text={text_file}", "--set", f"initial={tmp_path / name}")
+        dry, real = kalmix(*given, "--dry-run"), kalmix(*given, "--output", tmp_path / "run")
+        assert dry.status == real.status == 2
+        assert message in dry.errors and dry.errors == real.errors and "`initial`" in dry.errors
+        assert "parameters" not in dry.output
+    first = read_recipe(str(recipe), [f"text={text_file}", "keep_steps=2"])
+    train(first, tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    for weights in ("first", "first/model", "first/checkpoint-2"):
+        result = kalmix("pretrain", recipe, "--dry-run", "--set", f"initial={tmp_path / weights}")
+        assert result.status == 0 and "parameters" in result.output, result.errors
+    replace(first, initial=str(tmp_path / "nothing")).save(tmp_path / "second")  # weights that were deleted
+    assert kalmix("pretrain", "--branch-from", tmp_path / "second" / "checkpoint-2", "--dry-run").status == 0
 
 
 def test_resumed_run_takes_settings_that_do_not_affect_its_result(

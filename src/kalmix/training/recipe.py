@@ -59,8 +59,8 @@ class Recipe:
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
         model: further settings of `KalmixConfig`, by name, such as `{"tie_word_embeddings": True}`.
-        initial: folder of a model whose weights begin the training, as a string: a run, or a folder of
-            `save_pretrained`. Its parameters need the names and shapes of this model. A tokenizer beside
+        initial: folder of a model whose weights begin the training, as a string: a run, RUN/checkpoint-N, or a folder
+            of `save_pretrained`. Its parameters need the names and shapes of this model. A tokenizer beside
             them needs the vocabulary of the data.
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device; with `batch_tokens` the largest number.

@@ -267,7 +267,7 @@ def _train(
         tokenizer = source.tokenizer(output / "model", fresh=fresh)
     model = build(recipe, *source.vocabulary(tokenizer))
     if recipe.initial is not None and checkpoint is None:
-        load_weights(model, Path(recipe.initial), tokenizer.get_vocab())
+        load_weights(model, recipe.initial, tokenizer.get_vocab())
     if recipe.checkpointing:
         old_name = "gradient_checkpointing_enable"  # the only name in older transformers, deprecated since
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)
