@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 
@@ -83,6 +85,26 @@ def test_dry_run_assumes_the_given_mfu(kalmix) -> None:
     assert hours[1] == pytest.approx(2 * hours[0], rel=0.01)
 
 
+def test_dry_run_refuses_missing_initial_weights_as_the_run_does(
+    kalmix, recipe: Path, text_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    for name, message in (("nothing", "nothing' does not exist; expected"), ("empty", "empty', which holds no model")):
+        given = ("pretrain", recipe, "--set", f"text={text_file}", "--set", f"initial={tmp_path / name}")
+        dry, real = kalmix(*given, "--dry-run"), kalmix(*given, "--output", tmp_path / "run")
+        assert dry.status == real.status == 2
+        assert message in dry.errors and dry.errors == real.errors and "`initial`" in dry.errors
+        assert "parameters" not in dry.output
+    first = read_recipe(str(recipe), [f"text={text_file}", "keep_steps=2"])
+    train(first, tmp_path / "first")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    for weights in ("first", "first/model", "first/checkpoint-2"):
+        result = kalmix("pretrain", recipe, "--dry-run", "--set", f"initial={tmp_path / weights}")
+        assert result.status == 0 and "parameters" in result.output, result.errors
+    replace(first, initial=str(tmp_path / "nothing")).save(tmp_path / "second")  # weights that were deleted
+    assert kalmix("pretrain", "--branch-from", tmp_path / "second" / "checkpoint-2", "--dry-run").status == 0
+
+
 def test_resumed_run_takes_settings_that_do_not_affect_its_result(
     kalmix, recipe: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +125,21 @@ def test_resumed_run_takes_settings_that_do_not_affect_its_result(
     assert (saved.shards, saved.workers, saved.keep_checkpoints) == (str(moved), 1, 1)
     assert (saved.save_minutes, saved.save_steps, saved.description, saved.steps) == (3, 2, "moved", 4)
     assert finished(read_history(output))
+
+
+def test_resumed_run_refuses_an_edited_recipe(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    train(read_recipe(str(recipe), [f"text={text_file}"]), output, callbacks=[Interrupt(3)])
+    edited = json.loads((output / "recipe.json").read_text()) | {"learning_rate": 0.1, "batch_tokens": 32, "workers": 1}
+    (output / "recipe.json").write_text(json.dumps(edited))
+    for command in (("pretrain", "--set", "keep_checkpoints=1"), ("train",)):
+        result = kalmix(command[0], "--resume", "--output", output, *command[1:])
+        assert result.status == 2 and len(result.errors.splitlines()) == 1
+        named = "`batch_tokens` is 32, `learning_rate` is 0.1; expected `batch_tokens` 64, `learning_rate` 0.004, as in"
+        assert named in result.errors
+        assert f"If '{output / 'recipe.json'}' was edited, change it back" in result.errors
+        assert "workers" not in result.errors
+    assert json.loads((output / "recipe.json").read_text()) == edited
 
 
 def test_resumed_run_refuses_other_data(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:

@@ -7,7 +7,9 @@ import pytest
 
 from distributed import sharded
 from distributed.processes import run_ranks
+from kalmix import ArgumentError
 from kalmix.training.checkpoints import list_checkpoints
+from kalmix.training.model_folder import find_model
 from kalmix.training.run import train
 
 pytestmark = pytest.mark.slow
@@ -53,6 +55,8 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path):
     run(2, "halved", False, 1)
     checkpoint = list_checkpoints(tmp_path / "halved" / "checkpoints")[0]
     assert len(list(checkpoint.glob("pytorch_model_fsdp_0/*.distcp"))) == 2  # all ranks save
+    with pytest.raises(ArgumentError, match="a checkpoint of a run with `fsdp`, whose weights are in pieces"):
+        find_model(tmp_path / "halved" / checkpoint.name)
     run(3, "halved", True, None)
     histories = [json.loads((tmp_path / name / "history.json").read_text()) for name in ("whole", "halved")]
     losses = [{row["step"]: row["loss"] for row in rows if "loss" in row} for rows in histories]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import shutil
 import socket
 import sys
 from collections.abc import Iterator
@@ -22,8 +23,10 @@ from kalmix.evaluation.ruler import deciles, load_ruler_task, needles
 from kalmix.evaluation.suites import MAX_LENGTH, units_of
 from kalmix.evaluation.table import score_tables
 from kalmix.models import KalmixForCausalLM
+from kalmix.training import Recipe
 from kalmix.training.data import read_tokenizer
 from kalmix.training.evaluation import surprisals
+from kalmix.training.model_folder import find_model
 
 from .conftest import WORDS, write_dataset
 
@@ -168,7 +171,7 @@ def test_perplexity_is_that_of_windows_without_overlap(run_folder: Path, text_fi
     model = KalmixForCausalLM.from_pretrained(run_folder / "model").eval()
     tokenizer = read_tokenizer(run_folder / "model")
     begin_texts(tokenizer, model)
-    text = read_text(text_file, tokenizer, run_folder / "model", (12, 24), limit=3)
+    text = read_text(text_file, tokenizer, find_model(run_folder), (12, 24), limit=3)
     assert len(text.ids) == 72 and text.ids[0] == model.config.bos_token_id
     for length in text.lengths:
         nats = torch.cat([surprisals(model, x, window=99) for x in text.ids.view(-1, length)]).double().mean()
@@ -183,6 +186,16 @@ def test_a_text_adds_perplexity_to_the_given_tasks():
     assert [(unit.column.task, unit.length) for unit in units] == [("niah_single_1", 4096), ("perplexity", 512)]
 
 
+def prepared(kalmix, text_file: Path, tokenizer: Path, folder: Path) -> Path:
+    """Return the folder of new shards with held-out documents."""
+    (folder / "corpus").mkdir()
+    for n in range(60):
+        (folder / "corpus" / f"{n}.txt").write_text(f"{n} " + text_file.read_text()[: 100 + n])
+    options = ("--tokenizer", tokenizer, "--held-out", 0.5, "--output", folder / "shards")
+    assert kalmix("data", "prepare", folder / "corpus", *options).status == 0
+    return folder / "shards"
+
+
 def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file: Path, tmp_path: Path):
     output = tmp_path / "out"
     long = ("eval", run_folder, "--suite", "long", "--tasks", "perplexity", "--lengths", "16,64", "--output", output)
@@ -192,12 +205,7 @@ def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file:
     assert list(first) == ["perplexity@16", "perplexity@64"]
     assert f"{first['perplexity@16']['scores']['perplexity']:.3f}" in result.output
 
-    (tmp_path / "corpus").mkdir()
-    for n in range(60):
-        (tmp_path / "corpus" / f"{n}.txt").write_text(f"{n} " + text_file.read_text()[: 100 + n])
-    shards = tmp_path / "shards"
-    options = ("--tokenizer", run_folder / "model", "--held-out", 0.5, "--output", shards)
-    assert kalmix("data", "prepare", tmp_path / "corpus", *options).status == 0
+    shards = prepared(kalmix, text_file, run_folder / "model", tmp_path)
     result = kalmix(*long, "--text", shards)  # another text: computed again
     assert result.status == 0, result.errors
     second = json.loads((output / "results.json").read_text())["tasks"]
@@ -210,6 +218,42 @@ def test_perplexity_of_a_text_and_of_shards(kalmix, run_folder: Path, text_file:
     (shards / "manifest.json").write_text(json.dumps({**manifest, "tokenizer_sha256": "0" * 64}))
     result = kalmix(*long, "--text", shards)
     assert result.status == 2 and "shards of another tokenizer; expected the model's" in result.errors
+
+
+def test_perplexity_of_a_checkpoint(kalmix, run_folder: Path, text_file: Path, tmp_path: Path):
+    """It equals that of a model with the same weights; the tokenizer is that of the run, which has saved no model."""
+    run, steps = tmp_path / "run", (2, 3)
+    for step in steps:
+        shutil.copytree(run_folder / "model", run / "checkpoints" / f"checkpoint-{step}")
+        (run / "model").mkdir(exist_ok=True)
+        (run / "checkpoints" / f"checkpoint-{step}" / "tokenizer.json").rename(run / "model" / "tokenizer.json")
+    model = KalmixForCausalLM.from_pretrained(run_folder / "model")
+    with torch.no_grad():
+        model.model.embed_tokens.weight.mul_(0.5)
+    model.save_pretrained(run / "checkpoints" / "checkpoint-2")
+    Recipe(steps=4).save(run)
+    options = ("--suite", "long", "--tasks", "perplexity", "--lengths", "16", "--text")
+    assert kalmix("eval", run_folder, *options, text_file, "--output", tmp_path / "out").status == 0
+    results = []
+    for step in steps:
+        result = kalmix("eval", run / f"checkpoint-{step}", *options, text_file)
+        assert result.status == 0, result.errors
+        assert f"run/checkpoint-{step}" in result.output
+        results.append(json.loads((run / "evaluation" / f"checkpoint-{step}" / "results.json").read_text()))
+    whole = json.loads((tmp_path / "out" / "results.json").read_text())
+    first, last = (found["tasks"]["perplexity@16"]["scores"] for found in results)
+    assert last == whole["tasks"]["perplexity@16"]["scores"] != first
+    assert results[1]["settings"] == whole["settings"] != results[0]["settings"]
+    assert not list(run.glob("checkpoint-*"))
+
+    manifest = json.loads((prepared(kalmix, text_file, run_folder / "model", tmp_path) / "manifest.json").read_text())
+    for change, message in (
+        ({"bos_id": 5}, "begin with another token"),
+        ({"tokenizer_sha256": "0"}, "of another token"),
+    ):
+        (tmp_path / "shards" / "manifest.json").write_text(json.dumps(manifest | change))
+        result = kalmix("eval", run / "checkpoint-3", *options, tmp_path / "shards", "--output", tmp_path / "other")
+        assert result.status == 2 and message in result.errors
 
 
 @pytest.mark.parametrize(

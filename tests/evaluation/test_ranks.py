@@ -21,6 +21,7 @@ from kalmix.evaluation.judge import Judge
 from kalmix.evaluation.perplexity import perplexity, read_text
 from kalmix.evaluation.ranks import ALONE, Ranks, start_ranks
 from kalmix.training.data import read_tokenizer
+from kalmix.training.model_folder import find_model
 
 from .conftest import WORDS
 
@@ -75,7 +76,7 @@ def answers(run: Path, text: Path, ranks: Ranks) -> dict[str, Any]:
             for i, choice in enumerate(WORDS[:3])
         ]
         found[f"scored {rows}"] = judge.loglikelihood(scored)
-    passages = read_text(text, tokenizer, run / "model", [16, 48])
+    passages = read_text(text, tokenizer, find_model(run), [16, 48])
     for length in passages.lengths:
         found[f"perplexity {length}"] = perplexity(model, passages, length, batch_size=2, ranks=ranks)["scores"]
     return found

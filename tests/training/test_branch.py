@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from kalmix import ArgumentError
 from kalmix.files import read_json
 from kalmix.training import Recipe
-from kalmix.training.checkpoints import list_checkpoints, run_of
+from kalmix.training.checkpoints import list_checkpoints, read_settings, run_of
 from kalmix.training.run import Run, read_history, train
 
 from .test_pretraining import shards, small  # noqa: F401 - fixtures
@@ -258,6 +258,32 @@ def test_branches_that_are_impossible_are_refused(
     with pytest.raises(ArgumentError, match=message):
         train(replace(recipe, **changes), tmp_path / "branch", branch_from=folder / start)
     assert not names(tmp_path / "branch") and not (tmp_path / "branch" / "recipe.json").exists()
+
+
+def test_branch_of_a_run_whose_recipe_was_edited_is_refused(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
+    _, folder = stable
+    saved = json.loads((folder / "recipe.json").read_text())
+    for changes, message in (
+        ({"learning_rate": 0.1}, r"`learning_rate` is 0\.1; expected 0\.004, as in the run to branch from"),
+        ({"steps": 30, "warmup": 0.1}, r"`warmup` is 0\.1; expected 0\.2, as in the run to branch from"),
+    ):
+        (folder / "recipe.json").write_text(json.dumps(saved | changes))
+        with pytest.raises(ArgumentError, match=message):
+            train(Recipe.load(folder), tmp_path / "branch", branch_from=folder / "checkpoint-4")
+
+
+def test_checkpoint_of_a_branch_has_its_settings(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
+    recipe, folder = stable
+    before = (folder / "checkpoints" / "checkpoint-8" / "manifest.json").read_bytes()
+    with pytest.raises(KilledError):  # before a checkpoint of its own
+        train(replace(recipe, steps=12), tmp_path / "a", branch_from=folder / "checkpoint-8", callbacks=[Die()])
+    begun = Recipe.load(tmp_path / "a")
+    assert begun.warmup != recipe.warmup
+    assert read_settings(tmp_path / "a" / "checkpoints" / "checkpoint-8") == begun
+    assert (folder / "checkpoints" / "checkpoint-8" / "manifest.json").read_bytes() == before
+    with pytest.raises(ArgumentError, match="`steps` is 11; expected 12, as in the run to resume"):
+        train(replace(begun, steps=11), tmp_path / "a", resume=True)
+    assert train(begun, tmp_path / "b", branch_from=tmp_path / "a").recipe == begun  # a branch of the branch
 
 
 def test_damaged_checkpoints_and_folders_of_runs_are_refused(stable: tuple[Recipe, Path], tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from kalmix import ArgumentError
 from kalmix.errors import FormatError
 from kalmix.files import FORMAT, lock_folder
 from kalmix.training import Recipe
-from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint
+from kalmix.training.checkpoints import check_step_size, list_checkpoints, newest_checkpoint, read_settings
 from kalmix.training.run import train
 from kalmix.training.saving import SafeTrainer
 
@@ -98,6 +98,59 @@ def test_a_changed_text_or_tokenizer_is_refused(halted: tuple[Recipe, Path]) -> 
         file.write("\n\nand more")
     with pytest.raises(ArgumentError, match=r"`text` is not the same as when .*checkpoint-5"):
         train(recipe, folder, resume=True)
+
+
+def edit(file: Path, **changes: object) -> None:
+    """Change settings in a recipe.json, as a user would."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def test_an_edited_recipe_is_refused_and_its_changes_are_named(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    checkpoint = folder / "checkpoints" / "checkpoint-5"
+    assert read_settings(checkpoint) == replace(recipe, text=read_settings(checkpoint).text)
+    before = (folder / "recipe.json").read_text()
+    edit(folder / "recipe.json", learning_rate=0.1)
+    message = r"^`learning_rate` is 0\.1; expected 0\.004, as in the run to resume\. If '.*recipe.json' was edited, "
+    with pytest.raises(ArgumentError, match=message):
+        train(Recipe.load(folder), folder, resume=True)
+    edit(folder / "recipe.json", batch_size=4, steps=6)
+    message = (
+        r"^`batch_size` is 4, `steps` is 6, `learning_rate` is 0\.1; "
+        r"expected `batch_size` 2, `steps` 8, `learning_rate` 0\.004, as in the run to resume"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        train(Recipe.load(folder), folder, resume=True)
+    (folder / "recipe.json").write_text(before)
+    edit(folder / "recipe.json", text=recipe.text, keep_checkpoints=1)  # settings that --set may change
+    assert train(Recipe.load(folder), folder, resume=True).finished
+
+
+def test_a_run_whose_checkpoints_lack_settings_resumes(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    for path in list_checkpoints(folder / "checkpoints"):
+        manifest = json.loads((path / "manifest.json").read_text())
+        del manifest["recipe"]  # as in older versions of kalmix
+        (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(ArgumentError, match="`steps` is 9; expected 8, as in the run to resume"):
+        train(replace(recipe, steps=9), folder, resume=True)
+    assert train(recipe, folder, resume=True).finished
+
+
+@pytest.mark.parametrize("settings", [{"steps": "x"}, {"steps": 8, "layers": 3}, {}], ids=str)
+def test_unreadable_settings_of_a_checkpoint_are_named(halted: tuple[Recipe, Path], settings: object) -> None:
+    recipe, folder = halted
+    edit(folder / "checkpoints" / "checkpoint-5" / "manifest.json", recipe=settings)
+    with pytest.raises(ArgumentError, match=r"checkpoint-5', whose manifest.json has unreadable settings \(`"):
+        train(recipe, folder, resume=True)
+
+
+@pytest.mark.parametrize("settings", [[], "x", 3], ids=str)
+def test_checkpoint_whose_settings_are_no_mapping_is_damaged(halted: tuple[Recipe, Path], settings: object) -> None:
+    edit(halted[1] / "checkpoints" / "checkpoint-5" / "manifest.json", recipe=settings)
+    with pytest.warns(UserWarning, match=r"checkpoint-5: manifest.json is damaged"):
+        path = newest_checkpoint(halted[1] / "checkpoints")
+    assert path is not None and path.name == "checkpoint-4"
 
 
 def test_another_number_of_processes_is_refused(halted: tuple[Recipe, Path]) -> None:

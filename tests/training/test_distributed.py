@@ -84,6 +84,15 @@ def test_processes_that_divide_sequences_equal_one_process(packing: str, shards:
         assert [row[name] for row in rows] == pytest.approx([row[name] for row in expected], rel=1e-4), name
 
 
+def shorten(output: Path, steps: int) -> None:
+    """Change the files of a run as if it had been started with fewer steps."""
+    manifests = [path / "manifest.json" for path in list_checkpoints(output / "checkpoints")]
+    for path in (output / "recipe.json", *manifests):
+        written = json.loads(path.read_text())
+        written.get("recipe", written)["steps"] = steps
+        path.write_text(json.dumps(written))
+
+
 @pytest.mark.slow
 def test_a_killed_process_ends_the_run_which_resumes(text_file: Path, tmp_path: Path) -> None:
     """After `kill -9` of one process, the others end within a minute, with one sentence."""
@@ -104,8 +113,7 @@ def test_a_killed_process_ends_the_run_which_resumes(text_file: Path, tmp_path: 
     assert len(said) == 1 and "another process of this run has ended" in said[0] and "--resume" in said[0]
     step = max(int(path.name.split("-")[1]) for path in list_checkpoints(output / "checkpoints"))
     assert step >= 80
-    recipe = json.loads((output / "recipe.json").read_text())
-    (output / "recipe.json").write_text(json.dumps(recipe | {"steps": step + 2}))
+    shorten(output, step + 2)
     result = subprocess.run([*command, "--resume"], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     history = json.loads((output / "history.json").read_text())

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from kalmix import ArgumentError
 from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer
@@ -123,6 +124,13 @@ def test_run_begins_with_weights_of_another(small, tmp_path: Path) -> None:
     second = train(small(steps=1, learning_rate=1e-30, initial=str(tmp_path / "first")), tmp_path / "second")
     for name, value in first.model.state_dict().items():
         torch.testing.assert_close(second.model.state_dict()[name], value)
+    train(small(keep_steps=2), tmp_path / "run")
+    saved = load_file(tmp_path / "run" / "checkpoints" / "checkpoint-2" / "model.safetensors")
+    begun = train(
+        small(steps=1, learning_rate=1e-30, initial=str(tmp_path / "run" / "checkpoint-2")), tmp_path / "begun"
+    )
+    for name, value in saved.items():
+        torch.testing.assert_close(begun.model.state_dict()[name], value)
     with pytest.raises(ArgumentError, match="`initial`"):
         train(small(steps=1, hidden_size=16, initial=str(tmp_path / "first")), tmp_path / "third")
 

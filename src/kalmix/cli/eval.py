@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 def run(
-    run: Annotated[Path, typer.Argument(help="Output folder of `kalmix train` or `pretrain`, or its model folder.")],
+    run: Annotated[
+        Path, typer.Argument(help="Output folder of `kalmix pretrain`, RUN/checkpoint-N, or a model folder.")
+    ],
     suite: Annotated[
         str,
         typer.Option(
@@ -51,7 +53,8 @@ def run(
         Path | None, typer.Option(help="Folder with copies of datasets; nothing is downloaded. Default: the hub.")
     ] = None,
     output: Annotated[
-        Path | None, typer.Option(help="Output folder; finished tasks in it are skipped. Default: RUN/evaluation.")
+        Path | None,
+        typer.Option(help="Output folder; finished tasks in it are skipped. Default: RUN/evaluation[/checkpoint-N]."),
     ] = None,
 ) -> None:
     """Evaluate a model by lm-eval, and print its scores beside the figures of papers.
@@ -73,16 +76,18 @@ def run(
             check_positive_int("limit", limit)
         if data is not None and not data.is_dir():
             raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
-    from kalmix.cli.load_run import check_vocabulary, load_model, model_folder
+    from kalmix.cli.load_run import check_vocabulary, evaluation_folder, load_model
     from kalmix.cli.stages import stages
     from kalmix.evaluation.evaluate import Options, evaluate, settings_of
     from kalmix.evaluation.judge import begin_texts
     from kalmix.evaluation.perplexity import read_text
     from kalmix.evaluation.results import RESULTS_FILE, Results
     from kalmix.evaluation.table import score_tables
+    from kalmix.training.checkpoints import is_checkpoint, run_of
+    from kalmix.training.model_folder import find_model
     from kalmix.training.shards.tokenizer import load_tokenizer
 
-    folder = run / "evaluation" if output is None else output
+    folder = evaluation_folder(run) if output is None else output
     main = ranks.rank == 0
     stream = sys.stdout  # this stream, also while lm-eval's output is suppressed
     console = Console(file=stream, highlight=False, quiet=not main)
@@ -90,23 +95,25 @@ def run(
         progress("loading the model", 0)
         with ranks.main_first():
             model = load_model(run, predict)
-            tokenizer = load_tokenizer(str(model_folder(run)))
+            found = find_model(run)
+            tokenizer = load_tokenizer(str(found.tokenizer))
             check_vocabulary(tokenizer, model, run)
             where = None if data is None else data.resolve()
             passages = None
             if text is not None:
                 begin_texts(tokenizer, model)
-                passages = read_text(text, tokenizer, model_folder(run), sizes, limit)
+                passages = read_text(text, tokenizer, found, sizes, limit)
             options = Options(limit, batch_size, bf16, where, passages, ranks)
             units = units_of(suite, chosen, sizes, None if passages is None else passages.lengths)
             _move(model, device)
         with lock_folder(folder) if main else nullcontext(), disk_errors(folder):
             with ranks.main_first():
-                results = Results(folder, settings_of(model, model_folder(run), options))
+                results = Results(folder, settings_of(model, found, options))
             evaluate(model, tokenizer, units, results, options, progress)
             if not main:
                 return
-            tables = score_tables(suite, run.resolve().name, results.tasks)
+            name = f"{run_of(run).resolve().name}/{run.name}" if is_checkpoint(run) else run.resolve().name
+            tables = score_tables(suite, name, results.tasks)
             write_text(folder / f"{suite}.md", "\n".join(table.markdown() for table in tables))
     for table in tables:
         console.print(table.text(), soft_wrap=True, markup=False)

@@ -13,7 +13,9 @@ from kalmix.training.recipe_checks import MAX_SEED
 
 
 def run(
-    model: Annotated[Path, typer.Argument(help="Output folder of `kalmix train`, or its model folder.")],
+    model: Annotated[
+        Path, typer.Argument(help="Output folder of `kalmix train`, RUN/checkpoint-N, or a model folder.")
+    ],
     prompt: Annotated[str, typer.Option(help="Text to continue.")] = "",
     tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(min=0, help="0 always takes the likeliest token.")] = 0.8,

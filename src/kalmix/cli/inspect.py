@@ -13,7 +13,9 @@ from kalmix.errors import ArgumentError
 
 
 def run(
-    model: Annotated[Path, typer.Argument(help="Output folder of `kalmix train`, or its model folder.")],
+    model: Annotated[
+        Path, typer.Argument(help="Output folder of `kalmix train`, RUN/checkpoint-N, or a model folder.")
+    ],
     text: Annotated[str | None, typer.Option(help="Text to inspect.")] = None,
     file: Annotated[Path | None, typer.Option(help="UTF-8 file with the text.")] = None,
     characters: Annotated[int, typer.Option(min=1, help="Number of characters of the file to read.")] = 2000,

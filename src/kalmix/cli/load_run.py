@@ -1,4 +1,4 @@
-"""Loading of models and runs that `kalmix train` wrote."""
+"""Loading of models, runs and checkpoints that `kalmix train` wrote."""
 
 from __future__ import annotations
 
@@ -6,7 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kalmix.errors import ArgumentError
-from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, resume_command
+from kalmix.files import read_json
+from kalmix.training.checkpoints import (
+    STATE_FILE,
+    check_intact,
+    checkpoint_step,
+    find_checkpoint,
+    is_checkpoint,
+    run_of,
+)
+from kalmix.training.model_folder import find_model, unfinished_run
+from kalmix.training.recipe import Recipe
 from kalmix.validation import check_choice
 
 if TYPE_CHECKING:
@@ -15,62 +25,51 @@ if TYPE_CHECKING:
     from kalmix.models import KalmixForCausalLM
     from kalmix.training.run import Run
 
-_EXPECTED = "a folder that `kalmix train` wrote (the run, or its model)"
+EVALUATION = "evaluation"  # folder in a run, or in a model's folder
 
 
 def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, PreTrainedTokenizerFast]:
-    """Load the model and tokenizer of a run's folder, or of its model folder, without running code from it.
+    """Load the model and tokenizer of a run, a checkpoint or a model's folder, without running code from it.
 
     Only tokenizer.json is read of the tokenizer. generation_config.json is ignored: generation follows the options of
     the command line.
 
     Args:
-        folder: folder of a run, or of a model.
+        folder: folder of a run or of a model, or a checkpoint, as in `find_model`.
         predict: replaces `KalmixConfig.predict`.
 
     Raises:
-        ArgumentError: the folder is missing, holds no kalmix model, is damaged, or is a run without a model yet; or
-            `predict` is unknown, or is "marginal" and the last layer has no posterior.
+        ArgumentError: as `find_model`; the folder holds no kalmix model or is damaged; `predict` is unknown, or is
+            "marginal" and the last layer has no posterior.
     """
     model = load_model(folder, predict)
     from kalmix.training.data import read_tokenizer
 
-    tokenizer = read_tokenizer(model_folder(folder), model.config.bos_token_id)
+    tokenizer = read_tokenizer(find_model(folder).tokenizer, model.config.bos_token_id)
     check_vocabulary(tokenizer, model, folder)
     return model, tokenizer
 
 
 def load_model(folder: Path, predict: str | None = None) -> KalmixForCausalLM:
-    """Load the model of a run's folder, or of its model folder; see `load`."""
-    folder = model_folder(folder)
+    """Load the model of a run, a checkpoint or a model's folder; see `load`."""
+    weights = find_model(folder).weights
     from transformers import GenerationConfig
     from transformers.utils import logging
 
     from kalmix.models import KalmixForCausalLM
 
     logging.disable_progress_bar()
-    model = KalmixForCausalLM.from_pretrained(folder)
+    model = KalmixForCausalLM.from_pretrained(weights)
+    if is_checkpoint(folder):
+        model.config.max_packed_sequences = None  # depends on the data
     set_predictions(model, predict)
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model.eval()
 
 
-def model_folder(folder: Path) -> Path:
-    """Return the folder with the model of a run: `folder` itself, or its subfolder `model`.
-
-    Raises:
-        ArgumentError: the folder is missing, or is a run that was stopped before it saved its model.
-    """
-    if not folder.is_dir():
-        raise ArgumentError("model", problem=f"{str(folder)!r} does not exist", expected=_EXPECTED)
-    found = folder / "model" if (folder / "model").is_dir() else folder
-    run = folder if (folder / RECIPE_FILE).exists() else folder.parent
-    is_run = (run / RECIPE_FILE).exists() and found in (run, run / "model")
-    if is_run and not (run / HISTORY).exists() and not (found / "config.json").exists():
-        got = f"{str(folder)!r}, a run that is not finished and has saved no model"
-        hint = f"Continue it with: {resume_command(Recipe.load(run), run)}"
-        raise ArgumentError("model", got=got, expected="a finished run", hint=hint)
-    return found
+def evaluation_folder(folder: Path) -> Path:
+    """Return the folder for scores of a run or a model: its subfolder `evaluation`; for a checkpoint, one in there."""
+    return run_of(folder) / EVALUATION / folder.name if is_checkpoint(folder) else folder / EVALUATION
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalLM, folder: Path) -> None:
@@ -105,8 +104,13 @@ def set_predictions(model: KalmixForCausalLM, predict: str | None) -> None:
 def load_run(folder: Path) -> Run:
     """Load a finished run: recipe, history, text, tokenizer and model, the latter on an accelerator if there is one.
 
+    Args:
+        folder: folder of the run; or a checkpoint, as in `find_model`, for the run up to it. The `output` of that run
+            is the folder for scores of the checkpoint.
+
     Raises:
-        ArgumentError: there is no finished run, its model is damaged, or its text or tokenizer is missing or changed.
+        ArgumentError: there is no finished run or no intact checkpoint, its model is damaged, or its text or tokenizer
+            is missing or changed.
     """
     import torch
 
@@ -114,20 +118,29 @@ def load_run(folder: Path) -> Run:
     from kalmix.training import inputs
     from kalmix.training.run import Run, finished, read_history
 
-    recipe, history = Recipe.load(folder), read_history(folder)
+    run = run_of(folder) if is_checkpoint(folder) else folder
+    output = folder if run == folder else evaluation_folder(folder)
+    recipe = Recipe.load(run)
     if recipe.shards is not None:
         got = f"{str(folder)!r}, which was trained on token shards"
         raise ArgumentError("run", got=got, expected="a run on a text")
-    if not finished(history):
+    if run != folder:
+        history = _history_until(find_checkpoint(folder, "run"))
+    elif not finished(history := read_history(folder)):
         done = f"at {history[-1].get('progress', 0.0):.0%} of its training" if history else "before it saved anything"
-        problem = f"{str(folder)!r} stopped {done}"
-        hint = f"Continue it with: {resume_command(recipe, folder)}"
-        raise ArgumentError("run", problem=problem, expected="a finished run", hint=hint)
+        raise unfinished_run("run", f"{str(folder)!r} stopped {done}", folder)
     model, tokenizer = load(folder)
-    corpus, before = text.load_corpus(recipe.text), inputs.load(folder)
+    corpus, before = text.load_corpus(recipe.text), inputs.load(run)
     if before is not None:
-        when = f"when {str(folder)!r} was trained"
-        inputs.check(inputs.digests(corpus, folder), before, when, "to evaluate the run")
+        when = f"when {str(run)!r} was trained"
+        inputs.check(inputs.digests(corpus, run), before, when, "to evaluate the run")
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     torch.nn.Module.to(model, device)
-    return Run(recipe, folder, corpus, model, tokenizer, history)
+    return Run(recipe, output, corpus, model, tokenizer, history)
+
+
+def _history_until(checkpoint: Path) -> list[dict[str, float]]:
+    """Return the log of a run up to a checkpoint. Its last row has the step of the checkpoint and its tokens."""
+    check_intact(checkpoint, "run")
+    rows, step = read_json(checkpoint / STATE_FILE)["log_history"], checkpoint_step(checkpoint)
+    return [*rows, {"step": step, "tokens": rows[-1]["tokens"] // rows[-1]["step"] * step}]

@@ -68,6 +68,8 @@ def run(
         return
     read = _read(recipe, settings or (), branch_from)
     if dry_run:
+        if read.initial is not None and branch_from is None:  # a branch has the weights of its checkpoint
+            _check_initial(read.initial)
         _describe(read, gpus, gpu, mfu)
         return
     if read.shards is None and read.text is None and branch_from is None:
@@ -103,6 +105,14 @@ def _with_absolute_paths(recipe: Recipe) -> Recipe:
     else:
         shards = absolute(shards)
     return replace(recipe, text=absolute(recipe.text), initial=absolute(recipe.initial), shards=shards)
+
+
+def _check_initial(initial: str) -> None:
+    """Check that there are initial weights; a run then checks that they fit its model and data."""
+    require_extra("`kalmix pretrain`", "train")
+    from kalmix.training.initial_model import find_weights
+
+    find_weights(initial)
 
 
 def _describe(recipe: Recipe, gpus: int | None, gpu: str | None, mfu: float) -> None:

@@ -18,19 +18,25 @@ from rich.text import Text
 from kalmix._extras import require_extra
 from kalmix.errors import ArgumentError
 from kalmix.files import disk_errors, lock_folder
+from kalmix.training.checkpoints import is_checkpoint
+from kalmix.training.model_folder import find_model
 
 if TYPE_CHECKING:
     from kalmix.training.evaluation import EvaluationResult
     from kalmix.training.run import Run
 
 
-def run(run: Annotated[Path, typer.Argument(help="Output folder of a finished `kalmix train`.")]) -> None:
+def run(
+    run: Annotated[Path, typer.Argument(help="Output folder of a finished `kalmix train`, or RUN/checkpoint-N.")],
+) -> None:
     """Evaluate a finished run again: bits per byte of held-out text, a sample and figures."""
     report(run, Console(highlight=False))
 
 
 def report(output: Path, console: Console) -> None:
     """Evaluate the finished run in `output`: write result.json and figures there, and print them.
+
+    Those of a checkpoint are written to RUN/evaluation/checkpoint-N.
 
     Ctrl-C and SIGTERM end it and print the command that repeats it. The run itself is not changed.
 
@@ -53,8 +59,9 @@ def report(output: Path, console: Console) -> None:
 
 
 def interruption(output: Path, console: Console) -> None:
-    """Print the command that evaluates a run whose evaluation was interrupted."""
-    console.print("interrupted; training has ended and the model is saved. To evaluate it:", soft_wrap=True)
+    """Print the command that evaluates a run, or a checkpoint, whose evaluation was interrupted."""
+    saved = "" if is_checkpoint(output) else "; training has ended and the model is saved"
+    console.print(f"interrupted{saved}. To evaluate it:", soft_wrap=True)
     console.print(f"  kalmix report {output}", style="bold", soft_wrap=True, markup=False)
 
 
@@ -67,9 +74,9 @@ def _report(output: Path, console: Console) -> None:
     with stages(console) as progress:
         progress("loading the run", 0)
         run = load_run(output)
-        with lock_folder(output), disk_errors(output):
+        with lock_folder(run.output), disk_errors(run.output):
             result = evaluate(run, progress)
-            written = [output / "model", result.save(output)]
+            written = [find_model(output).weights, result.save(run.output)]
             progress("drawing", 0)
             written += draw_figures(run, result.compressors)
     console.print(_results_table(result))

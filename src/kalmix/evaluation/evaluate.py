@@ -23,6 +23,7 @@ from kalmix.evaluation.results import Results, fingerprint
 from kalmix.evaluation.ruler import Needle, deciles, load_ruler_task, needles, tokenizer_copy
 from kalmix.evaluation.suites import PERPLEXITY, Unit
 from kalmix.models import KalmixForCausalLM
+from kalmix.training.model_folder import ModelFolder
 from kalmix.training.provenance import provenance
 
 Progress = Callable[[str, float], None]  # name of the current task, and the fraction of it that is done
@@ -49,12 +50,12 @@ class Options:
     ranks: Ranks = ALONE
 
 
-def settings_of(model: KalmixForCausalLM, folder: Path, options: Options) -> dict[str, Any]:
+def settings_of(model: KalmixForCausalLM, folder: ModelFolder, options: Options) -> dict[str, Any]:
     """Return the settings on which scores depend, for `Results`.
 
     Args:
         model: the model.
-        folder: folder of its checkpoint.
+        folder: folders of its files.
         options: options of the evaluation.
     """
     return {

@@ -16,6 +16,7 @@ from kalmix.evaluation.ranks import ALONE, Ranks
 from kalmix.evaluation.suites import PERPLEXITY_LENGTHS
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.corpus import read_documents
+from kalmix.training.model_folder import ModelFolder
 from kalmix.training.shards import Shards
 from kalmix.training.shards.manifest import MANIFEST
 
@@ -40,7 +41,7 @@ class HeldOutText(NamedTuple):
 
 
 def read_text(
-    path: Path, tokenizer: Any, folder: Path, lengths: Sequence[int] = (), limit: int | None = None
+    path: Path, tokenizer: Any, folder: ModelFolder, lengths: Sequence[int] = (), limit: int | None = None
 ) -> HeldOutText:
     """Read the text of a perplexity: documents one after the other, each after the token that begins documents.
 
@@ -49,7 +50,7 @@ def read_text(
     Args:
         path: folder of token shards, whose held-out documents are read; or a text file, or a folder with text files.
         tokenizer: tokenizer that begins a text with that token, see `begin_with`.
-        folder: folder of the model, with tokenizer.json and config.json.
+        folder: folders of the model, with tokenizer.json and config.json.
         lengths: lengths in tokens. Default: those from 2K to 128K that the text has.
         limit: largest number of windows of the longest length.
 
@@ -60,9 +61,12 @@ def read_text(
     shards, stream = None, torch.empty(0, dtype=torch.int64)
     if (path / MANIFEST).is_file():
         shards = Shards(path, "held_out")
-        if shards.manifest.tokenizer_sha256 != hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest():
+        if (
+            shards.manifest.tokenizer_sha256
+            != hashlib.sha256((folder.tokenizer / "tokenizer.json").read_bytes()).hexdigest()
+        ):
             raise ArgumentError("text", got=f"{str(path)!r}, shards of another tokenizer", expected="the model's")
-        begin = shards.manifest.other_begin(folder)
+        begin = shards.manifest.other_begin(folder.weights)
         if begin is not None:
             got = f"{str(path)!r}, shards whose documents begin with another token"
             raise ArgumentError("text", got=got, expected=f"the model's, {begin} (`kalmix data prepare --bos`)")

@@ -10,6 +10,7 @@ from typing import Any
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, read_json, write_text
+from kalmix.training.model_folder import ModelFolder
 
 RESULTS_FILE = "results.json"
 
@@ -68,12 +69,11 @@ class Results:
         write_text(self.folder / RESULTS_FILE, json.dumps(contents, indent=1) + "\n")
 
 
-def fingerprint(folder: Path) -> str:
-    """Return the SHA-256 of the configuration, weights and tokenizer in a model's folder."""
+def fingerprint(folder: ModelFolder) -> str:
+    """Return the SHA-256 of the configuration, weights and tokenizer of a model."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*")):
-        if path.suffix == ".safetensors" or path.name in ("config.json", "tokenizer.json"):
-            with path.open("rb") as file:
-                content = hashlib.file_digest(file, "sha256").hexdigest()
-            digest.update(f"{path.name}:{content}\n".encode())
+    for path in folder.files():
+        with path.open("rb") as file:
+            content = hashlib.file_digest(file, "sha256").hexdigest()
+        digest.update(f"{path.name}:{content}\n".encode())
     return digest.hexdigest()

@@ -15,12 +15,14 @@ from kalmix.training import inputs
 from kalmix.training.batching import count_steps, plan_batches
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
+    STATE_FILE,
+    check_intact,
     check_step_size,
     checkpoint_step,
-    find_damage,
-    list_checkpoints,
+    find_checkpoint,
     newest_checkpoint,
     read_input_digests,
+    read_settings,
     renew_manifest,
     run_of,
 )
@@ -31,12 +33,11 @@ from kalmix.training.shards.mixture import equal_fractions, folder_weights, frac
 from kalmix.training.shards.trainer_position import DataPosition
 
 BRANCH_FILE = "branch.json"
-_STATE_FILE = "trainer_state.json"
 _TOLERANCE = 1e-9  # of fractions of a run
 _NAME = "branch_from"
 
 
-def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests, processes: int) -> None:
+def begin_branch(recipe: Recipe, checkpoint: Path, output: Path, data: inputs.Digests, processes: int) -> None:
     """Write the files with which a branch begins: tokenizer, branch.json, recipe.json, and a copy of the checkpoint.
 
     `resume=True` then continues it. Files of the checkpoint are linked instead of copied where the file system allows
@@ -46,20 +47,18 @@ def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests
 
     Args:
         recipe: settings of the branch. Its `warmup` is that of the run.
-        start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
+        checkpoint: checkpoint of the run, as `find_start` returns it.
         output: folder of the branch.
         data: digests of the branch's data, and of their tokenizer or that of the run.
         processes: number of processes that will train.
 
     Raises:
-        ArgumentError: there is no such checkpoint, or it is damaged; the run has a time limit or no constant rate; the
-            checkpoint, or the branch at its step, is in the cooldown; the branch ends before, or is too short for its
-            warmup; the data have changed without another name; other shards have another tokenizer or begin documents
-            with another token; the run trains on text and the branch on shards, or the reverse; a step would see
-            another number of sequences.
+        ArgumentError: the run has a time limit or no constant rate; the checkpoint, or the branch at its step, is in
+            the cooldown; the branch ends before, or is too short for its warmup; the data have changed without another
+            name; other shards have another tokenizer or begin documents with another token; the run trains on text and
+            the branch on shards, or the reverse; a step would see another number of sequences.
     """
-    run = run_of(start)
-    before, checkpoint = Recipe.load(run), _find(start, run)
+    run, before = run_of(checkpoint), read_settings(checkpoint)
     restarts = _has_other_data(before, recipe, checkpoint, data)
     recipe = _plan(before, recipe, checkpoint)
     batching = plan_batches(recipe, processes)
@@ -67,8 +66,8 @@ def begin_branch(recipe: Recipe, start: Path, output: Path, data: inputs.Digests
     folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
-    if restarts:
-        _restart_data(unfinished / checkpoint.name, data)
+    changed = _restart_data(unfinished / checkpoint.name) if restarts else []
+    renew_manifest(unfinished / checkpoint.name, data, recipe, changed)
     sync_tree(unfinished)
     other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
     shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
@@ -112,33 +111,35 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     return data["shards"] != saved["shards"] or not equal_fractions(fractions(recipe.shards), fractions(before.shards))
 
 
-def _restart_data(checkpoint: Path, data: inputs.Digests) -> None:
-    """Let the run of a checkpoint read other data, from the start.
+def _restart_data(checkpoint: Path) -> list[str]:
+    """Let the run of a checkpoint read its data from the start, and return the names of the files that have changed.
 
     Args:
         checkpoint: copy of a checkpoint; its files may be links.
-        data: digests of the data.
     """
-    state = read_json(checkpoint / _STATE_FILE)
+    state = read_json(checkpoint / STATE_FILE)
     state["stateful_callbacks"][DataPosition.__name__] = DataPosition.at_start()
-    write_text(checkpoint / _STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
-    renew_manifest(checkpoint, data, _STATE_FILE)
+    write_text(checkpoint / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
+    return [STATE_FILE]
 
 
-def _find(start: Path, run: Path) -> Path:
-    """Return the checkpoint to begin with."""
+def find_start(start: Path) -> Path:
+    """Return the checkpoint with which a branch begins.
+
+    Args:
+        start: run, or checkpoint of it, as in `run_of`; the newest intact checkpoint of a run.
+
+    Raises:
+        ArgumentError: there is no run or no such checkpoint, or it is damaged.
+    """
+    run = run_of(start)
+    Recipe.load(run)  # to say so if it is no run
     folder = run / CHECKPOINTS
-    checkpoint = newest_checkpoint(folder) if start == run else folder / start.name
+    checkpoint = newest_checkpoint(folder) if start == run else find_checkpoint(start, _NAME)
     if checkpoint is None:
         got, hint = f"{str(start)!r}, which holds no checkpoint", "A finished run has those of `keep_steps` only"
         raise ArgumentError(_NAME, got=got, expected="a run with checkpoints", hint=hint)
-    if not checkpoint.is_dir():
-        hint = "Other checkpoints were not saved or are deleted: see `keep_checkpoints` and `keep_steps`"
-        names = ", ".join(path.name for path in reversed(list_checkpoints(folder))) or "a run with checkpoints"
-        raise ArgumentError(_NAME, got=f"{str(start)!r}, which does not exist", expected=names, hint=hint)
-    damage = find_damage(checkpoint)
-    if damage is not None:
-        raise ArgumentError(_NAME, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
+    check_intact(checkpoint, _NAME)
     return checkpoint
 
 
@@ -150,7 +151,7 @@ def _plan(before: Recipe, recipe: Recipe, checkpoint: Path) -> Recipe:
         if each.schedule == "cosine":
             expected = "'trapezoid' or 'wsd', which have a constant rate to branch from"
             raise ArgumentError("schedule", got="'cosine'", expected=expected)
-    row = next(row for row in reversed(read_json(checkpoint / _STATE_FILE)["log_history"]) if "tokens" in row)
+    row = next(row for row in reversed(read_json(checkpoint / STATE_FILE)["log_history"]) if "tokens" in row)
     step, step_tokens = checkpoint_step(checkpoint), row["tokens"] // row["step"]
     old, new = count_steps(before, step_tokens), count_steps(recipe, step_tokens)
     assert old is not None and new is not None

@@ -1,6 +1,7 @@
 """Checkpoints of a run: list them, check that they are intact, and choose the one to resume from.
 
-A checkpoint has a manifest with the size and CRC-32 of every file, and digests of the data that its run reads.
+A checkpoint has a manifest with the size and CRC-32 of every file, digests of the data that its run reads, and the
+settings of its run. So a later change of recipe.json is detected.
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import re
 import shutil
 import warnings
 import zlib
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kalmix.errors import ArgumentError, FormatError
 from kalmix.files import FORMAT, check_format, read_json, write_text
-from kalmix.training.recipe import RECIPE_FILE
+from kalmix.training.recipe import RECIPE_FILE, Recipe
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 MANIFEST_FILE = "manifest.json"
+STATE_FILE = "trainer_state.json"  # of the Trainer, with its log
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)$")
 _READ_SIZE = 1 << 24  # bytes
 
@@ -32,6 +37,30 @@ def run_of(path: Path) -> Path:
         return path
     folder = path.parent if path.parent.name else path.absolute().parent
     return folder.parent if folder.name == CHECKPOINTS else folder
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Return whether a path names a checkpoint of a run, as in `run_of`. The checkpoint may be missing."""
+    run = run_of(path)
+    return run != path and (run / RECIPE_FILE).exists()
+
+
+def find_checkpoint(path: Path, argument: str) -> Path:
+    """Return the folder of a checkpoint.
+
+    Args:
+        path: RUN/checkpoint-N or RUN/checkpoints/checkpoint-N.
+        argument: name of the argument, for the error message.
+
+    Raises:
+        ArgumentError: there is no such checkpoint.
+    """
+    folder = run_of(path) / CHECKPOINTS
+    if not (folder / path.name).is_dir():
+        hint = "Other checkpoints were not saved or are deleted: see `keep_checkpoints` and `keep_steps`"
+        names = ", ".join(path.name for path in reversed(list_checkpoints(folder))) or "a run with checkpoints"
+        raise ArgumentError(argument, got=f"{str(path)!r}, which does not exist", expected=names, hint=hint)
+    return folder / path.name
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -71,9 +100,40 @@ def remove_checkpoints(folder: Path, keep_steps: int | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def check_intact(checkpoint: Path, argument: str) -> None:
+    """Check that a checkpoint is intact; all its files are read.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        argument: name of the argument, for the error message.
+
+    Raises:
+        ArgumentError: it is not, or lacks one of its files.
+    """
+    damage = find_damage(checkpoint)
+    if damage is not None:
+        raise ArgumentError(argument, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
+
+
 def read_input_digests(checkpoint: Path) -> dict[str, str]:
     """Return the digests of the data that the run of a checkpoint had read."""
     return read_json(checkpoint / MANIFEST_FILE)["inputs"]
+
+
+def read_settings(checkpoint: Path) -> Recipe:
+    """Return the settings with which a checkpoint was saved. An older one lacks them: those of its run's recipe.json.
+
+    Raises:
+        ArgumentError: the settings in the manifest, or in recipe.json, cannot be read.
+    """
+    manifest = read_json(checkpoint / MANIFEST_FILE)
+    if "recipe" not in manifest:
+        return Recipe.load(run_of(checkpoint))
+    try:
+        return Recipe.from_json(manifest["recipe"], manifest["format"])
+    except ArgumentError as error:
+        got = f"{str(checkpoint)!r}, whose {MANIFEST_FILE} has unreadable settings ({error})"
+        raise ArgumentError("checkpoint", got=got, expected="settings of a run") from None
 
 
 def check_step_size(checkpoint: Path, processes: int, sequences: int) -> None:
@@ -102,7 +162,9 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
-def write_manifest(checkpoint: Path, processes: int, sequences: int, inputs: dict[str, str]) -> None:
+def write_manifest(
+    checkpoint: Path, processes: int, sequences: int, inputs: dict[str, str], recipe: Recipe | None = None
+) -> None:
     """Write the manifest of a checkpoint, its last file.
 
     Args:
@@ -110,24 +172,28 @@ def write_manifest(checkpoint: Path, processes: int, sequences: int, inputs: dic
         processes: number of processes that saved it.
         sequences: sequences per optimizer step, of all processes.
         inputs: digests of the data of its run.
+        recipe: settings of its run; `None` for trainers without a `Recipe`.
     """
     files = {path.relative_to(checkpoint).as_posix(): _fingerprint(path) for path in _files(checkpoint)}
     counts = {"processes": processes, "sequences": sequences}
-    written = {"format": FORMAT, **counts, "inputs": inputs, "files": files}
+    written: dict[str, Any] = {"format": FORMAT, **counts, "inputs": inputs, "files": files}
+    if recipe is not None:
+        written["recipe"] = asdict(recipe)
     write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
 
 
-def renew_manifest(checkpoint: Path, inputs: dict[str, str], changed: str) -> None:
-    """Write the manifest of a checkpoint again, whose run will read other data.
+def renew_manifest(checkpoint: Path, inputs: dict[str, str], recipe: Recipe, changed: Sequence[str]) -> None:
+    """Write the manifest of a checkpoint again, with which another run will begin.
 
     Args:
         checkpoint: folder of the checkpoint.
-        inputs: digests of the data.
-        changed: the file that has changed.
+        inputs: digests of the data of that run.
+        recipe: settings of that run.
+        changed: names of the files that have changed.
     """
     manifest = read_json(checkpoint / MANIFEST_FILE)
-    files = {**manifest["files"], changed: _fingerprint(checkpoint / changed)}
-    written = {**manifest, "inputs": inputs, "files": files}
+    files = {**manifest["files"], **{name: _fingerprint(checkpoint / name) for name in changed}}
+    written = {**manifest, "format": FORMAT, "inputs": inputs, "files": files, "recipe": asdict(recipe)}
     write_text(checkpoint / MANIFEST_FILE, json.dumps(written, indent=1) + "\n")
 
 
@@ -161,6 +227,7 @@ def find_damage(checkpoint: Path, processes: int | None = None) -> str | None:
         check_format(manifest, checkpoint / MANIFEST_FILE, oldest=3)
         files, saved_processes = dict(manifest["files"]), manifest["processes"]
         dict(manifest["inputs"])
+        manifest.get("recipe", {}).items()
     except FormatError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

@@ -14,6 +14,7 @@ with optional_imports():
     from kalmix.models.configuration import CONFIG_FIELDS
 
 from kalmix.errors import ArgumentError
+from kalmix.training.model_folder import ModelFolder, find_model
 from kalmix.training.recipe import Recipe
 
 
@@ -36,42 +37,55 @@ def build(recipe: Recipe, vocab_size: int, end: int) -> KalmixForCausalLM:
     return KalmixForCausalLM(KalmixConfig(vocab_size=vocab_size, **given, **ids, **recipe.model))
 
 
-def load_weights(model: KalmixForCausalLM, folder: Path, vocabulary: Mapping[str, int]) -> None:
-    """Replace the weights of a model by those in the folder of a run, or of `save_pretrained`.
+def find_weights(initial: str) -> ModelFolder:
+    """Return the folders of initial weights.
+
+    Args:
+        initial: as in `Recipe.initial`.
+
+    Raises:
+        ArgumentError: as `find_model`; the folder holds no model.
+    """
+    found = find_model(Path(initial), "initial")
+    if not (found.weights / "config.json").is_file():
+        raise ArgumentError("initial", got=f"{initial!r}, which holds no model", expected="a run or a model folder")
+    return found
+
+
+def load_weights(model: KalmixForCausalLM, initial: str, vocabulary: Mapping[str, int]) -> None:
+    """Replace the weights of a model by those of a run, a checkpoint, or a folder of `save_pretrained`.
 
     Args:
         model: the model.
-        folder: folder of the weights. A tokenizer.json beside them must have the same vocabulary.
+        initial: as in `Recipe.initial`. A tokenizer.json of these weights must have the same vocabulary.
         vocabulary: ids of the tokens of the data.
 
     Raises:
         ArgumentError: the folder holds no model, or its parameters have other names or shapes; the tokenizer beside
             them has another vocabulary, or cannot be read.
     """
-    path = folder / "model" if (folder / "model").is_dir() else folder
-    if not (path / "config.json").is_file():
-        raise ArgumentError("initial", got=f"{str(folder)!r}, which holds no model", expected="a run or a model folder")
-    saved = KalmixForCausalLM.from_pretrained(path).state_dict()
+    folder = find_weights(initial)
+    saved = KalmixForCausalLM.from_pretrained(folder.weights).state_dict()
     own = model.state_dict()
     other = [name for name in {**own, **saved} if name not in own or name not in saved]
     other += [name for name in own if name in saved and own[name].shape != saved[name].shape]
     if other:
-        got = f"{str(folder)!r}, whose parameter {other[0]!r} differs from that of this model"
+        got = f"{initial!r}, whose parameter {other[0]!r} differs from that of this model"
         raise ArgumentError("initial", got=got, expected="weights of the same names and shapes")
-    _check_vocabulary(path / "tokenizer.json", folder, vocabulary)
+    _check_vocabulary(folder.tokenizer / "tokenizer.json", initial, vocabulary)
     model.load_state_dict(saved)
 
 
-def _check_vocabulary(path: Path, folder: Path, vocabulary: Mapping[str, int]) -> None:
+def _check_vocabulary(path: Path, initial: str, vocabulary: Mapping[str, int]) -> None:
     """Check that a tokenizer.json, if there is one, gives each token the id that the data have for it."""
     if not path.is_file():
         return
     try:
         saved = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # it raises no other class
-        got = f"{str(folder)!r}, whose tokenizer.json is damaged ({error})"
+        got = f"{initial!r}, whose tokenizer.json is damaged ({error})"
         raise ArgumentError("initial", got=got, expected="a run or a model folder") from None
     if saved != vocabulary:
-        got = f"{str(folder)!r}, whose tokenizer is another than that of the data"
+        got = f"{initial!r}, whose tokenizer is another than that of the data"
         hint = f"`kalmix data prepare SOURCE --tokenizer {path.parent}` makes such shards"
         raise ArgumentError("initial", got=got, expected="weights that were trained with the same tokens", hint=hint)

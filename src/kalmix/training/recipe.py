@@ -59,8 +59,8 @@ class Recipe:
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.
         model: further settings of `KalmixConfig`, by name, such as `{"tie_word_embeddings": True}`.
-        initial: folder of a model whose weights begin the training, as a string: a run, or a folder of
-            `save_pretrained`. Its parameters need the names and shapes of this model. A tokenizer beside
+        initial: folder of a model whose weights begin the training, as a string: a run, RUN/checkpoint-N, or a folder
+            of `save_pretrained`. Its parameters need the names and shapes of this model. A tokenizer beside
             them needs the vocabulary of the data.
         seq_len: tokens per training sequence; at least 2.
         batch_size: sequences per batch on each device; with `batch_tokens` the largest number.
@@ -216,18 +216,31 @@ class Recipe:
         try:
             written = read_json(folder / RECIPE_FILE)
             check_format(written, folder / RECIPE_FILE, oldest=2)
-            given = {name: value for name, value in written.items() if name in RECIPE_FIELDS}
-            if "layers" in given:
-                from kalmix.layers.config_io import with_old_defaults  # slow to import
-
-                given["layers"] = with_old_defaults(given["layers"], written.get("format", 0))
-            return cls(**as_fields(given))
+            return cls.from_json(written, written.get("format", 0))
         except FormatError:
             raise
         except (FileError, ArgumentError) as error:
             exists = (folder / RECIPE_FILE).exists()
             problem = f"whose {RECIPE_FILE} is unreadable ({error})" if exists else f"which holds no run ({error})"
             raise ArgumentError("run", got=f"{str(folder)!r}, {problem}", expected=expected) from None
+
+    @classmethod
+    def from_json(cls, written: dict[str, Any], version: int) -> Recipe:
+        """Return the recipe that a file holds. Settings that it lacks have their defaults.
+
+        Args:
+            written: settings as JSON, by name; other names are ignored.
+            version: format of the file.
+
+        Raises:
+            ArgumentError: a setting has another type or value than described.
+        """
+        given = {name: value for name, value in written.items() if name in RECIPE_FIELDS}
+        if "layers" in given:
+            from kalmix.layers.config_io import with_old_defaults  # slow to import
+
+            given["layers"] = with_old_defaults(given["layers"], version)
+        return cls(**as_fields(given))
 
 
 RECIPE_FIELDS = tuple(x.name for x in fields(Recipe))

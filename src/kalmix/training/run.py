@@ -4,7 +4,8 @@ Files of a run:
 
 - `recipe.json`: settings.
 - `model/`: model and tokenizer, for `AutoModelForCausalLM` and `AutoTokenizer`.
-- `checkpoints/`: checkpoints to resume from, deleted at the end, and those of `Recipe.keep_steps`.
+- `checkpoints/`: checkpoints to resume from, deleted at the end, and those of `Recipe.keep_steps`. Each has the
+  settings of the run, with which it is resumed.
 - `history.json`: log of the Trainer.
 - `tensorboard/`: the same, for TensorBoard.
 - `inputs.json`: digests of text or shards, and of the tokenizer.
@@ -36,17 +37,18 @@ with optional_imports():
 
     from kalmix.training.shards.mixture import equal_fractions, folder_weights, fractions
 
-from kalmix.errors import ArgumentError, FileError, any_of
+from kalmix.errors import ArgumentError, FileError, abbreviate, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
-from kalmix.training.branch import BRANCH_FILE, begin_branch, check_has_begun
+from kalmix.training.branch import BRANCH_FILE, begin_branch, check_has_begun, find_start
 from kalmix.training.checkpoints import (
     CHECKPOINTS,
     check_step_size,
     list_checkpoints,
     newest_checkpoint,
     read_input_digests,
+    read_settings,
     remove_checkpoints,
     run_of,
 )
@@ -130,7 +132,8 @@ def train(
 
     Args:
         recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`; those in
-            `kalmix.training.recipe.CHANGEABLE` may differ, and recipe.json is then rewritten.
+            `kalmix.training.recipe.CHANGEABLE` may differ, and recipe.json is then rewritten. Checkpoints store the
+            settings, so that a recipe.json that was edited is refused.
         output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. In a
             folder `recipe.text`, the run's own files would change the text, so that it cannot be resumed. The run
             writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
@@ -209,13 +212,19 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, branch_fro
             raise ArgumentError("report_to", got=got, expected=any_of(["all", *installed]))
 
 
-def _check_same_recipe(recipe: Recipe, run: Path, purpose: str, changeable: Sequence[str] = CHANGEABLE) -> None:
-    """Check that settings are those of the run in a folder, except for `changeable` ones."""
-    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, Recipe.load(run)))
-    for name, value in saved.items():
-        if name not in changeable and given[name] != value:
-            expected, hint = f"{value!r}, as in the run to {purpose}", "`Recipe.load` returns its settings"
-            raise ArgumentError(name, got=repr(given[name]), expected=expected, hint=hint)
+def _check_same_recipe(recipe: Recipe, checkpoint: Path, purpose: str, changeable: Sequence[str] = CHANGEABLE) -> None:
+    """Check that settings are those with which a checkpoint was saved, except for `changeable` ones."""
+    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, read_settings(checkpoint)))
+    changed = [name for name in saved if name not in changeable and given[name] != saved[name]]
+    if not changed:
+        return
+    first, *others = changed
+    values, wanted = ({name: abbreviate(repr(x[name])) for name in changed} for x in (given, saved))
+    problem = ", ".join([f"is {values[first]}", *(f"`{name}` is {values[name]}" for name in others)])
+    expected = ", ".join(f"`{name}` {wanted[name]}" for name in changed) if others else wanted[first]
+    file = str(run_of(checkpoint) / RECIPE_FILE)
+    hint = f"If {file!r} was edited, change it back; `Recipe.load` then returns the settings"
+    raise ArgumentError(first, problem=problem, expected=f"{expected}, as in the run to {purpose}", hint=hint)
 
 
 def _check_same_weights(recipe: Recipe, saved: Recipe) -> None:
@@ -233,11 +242,12 @@ def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | Shar
     quiet = nullcontext() if state.is_main_process else peer_errors(SystemExit(1))  # the main process prints its error
     with quiet, state.main_process_first():
         if state.is_main_process:
-            _check_same_recipe(recipe, run_of(start), "branch from", (*CHANGEABLE, *BRANCHED))
+            checkpoint = find_start(start)
+            _check_same_recipe(recipe, checkpoint, "branch from", (*CHANGEABLE, *BRANCHED))
             _check_new(output)
             if isinstance(source, ShardSource):
                 source.check_rows()
-            begin_branch(recipe, start, output, source.digests(run_of(start)), state.num_processes)
+            begin_branch(recipe, checkpoint, output, source.digests(run_of(start)), state.num_processes)
     return Recipe.load(output)
 
 
@@ -248,9 +258,8 @@ def _train(
     state = process_state()
     checkpoint = _checkpoint(recipe, output, state, resume=resume)
     if checkpoint is not None:
-        if (output / RECIPE_FILE).exists():
-            _check_same_recipe(recipe, output, "resume")
-            _check_same_weights(recipe, Recipe.load(output))
+        _check_same_recipe(recipe, checkpoint, "resume")
+        _check_same_weights(recipe, read_settings(checkpoint))
         when = f"when {str(checkpoint)!r} was saved"
         inputs.check(source.digests(output), read_input_digests(checkpoint), when, "to resume the run")
     with state.main_process_first():
@@ -258,7 +267,7 @@ def _train(
         tokenizer = source.tokenizer(output / "model", fresh=fresh)
     model = build(recipe, *source.vocabulary(tokenizer))
     if recipe.initial is not None and checkpoint is None:
-        load_weights(model, Path(recipe.initial), tokenizer.get_vocab())
+        load_weights(model, recipe.initial, tokenizer.get_vocab())
     if recipe.checkpointing:
         old_name = "gradient_checkpointing_enable"  # the only name in older transformers, deprecated since
         enable = getattr(model, "activation_checkpointing_enable", None) or getattr(model, old_name)

@@ -16,6 +16,7 @@ from transformers.trainer_utils import TrainOutput
 
 from kalmix.files import disk_errors, sync, sync_tree
 from kalmix.training.checkpoints import checkpoint_step, list_checkpoints, write_manifest
+from kalmix.training.recipe import Recipe
 
 UNFINISHED_FOLDER = "unfinished"
 
@@ -25,10 +26,12 @@ class SafeTrainer(Trainer):
 
     Attributes:
         inputs: digests of the data of the run, by name; stored in the manifest of each checkpoint.
+        settings: settings of the run, stored there, too; `None` for a run without a `Recipe`.
         keep_steps: checkpoints of multiples of so many steps are not deleted; `None` for none.
     """
 
     inputs: dict[str, str]
+    settings: Recipe | None = None
     keep_steps: int | None = None
     _saving = False
 
@@ -75,7 +78,7 @@ class SafeTrainer(Trainer):
         (checkpoint,) = list_checkpoints(self._folder / UNFINISHED_FOLDER)
         processes = self.args.world_size
         rows = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        write_manifest(checkpoint, processes, processes * rows, self.inputs)
+        write_manifest(checkpoint, processes, processes * rows, self.inputs, self.settings)
         sync_tree(checkpoint)
         checkpoint.rename(self._folder / checkpoint.name)
         sync(self._folder)

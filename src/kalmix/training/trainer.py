@@ -89,6 +89,7 @@ class KalmixTrainer(SafeTrainer):
         **options: Any,
     ) -> None:
         self.recipe: Recipe = recipe
+        self.settings = recipe
         self.schedule: Schedule = schedule
         self.data: RunData = data
         self.inputs: dict[str, str] = inputs
