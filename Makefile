@@ -2,11 +2,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 OLDEST ?= .venv-oldest
+NEWEST ?= .venv-newest
 TITAN ?= .venv-titan
 BIN := $(VENV)/bin
 PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: train test test-all test-oldest test-titan lint docs bench setup clean
+.PHONY: train test test-all test-oldest test-newest test-titan lint docs bench setup clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train-installed  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
@@ -21,6 +22,9 @@ test-all: $(VENV)/.clients-installed  ## run the slow tests too; ARGS="-m slow" 
 
 test-oldest: $(OLDEST)/.installed  ## run the tests on the oldest supported torch and transformers; installs 4 GB
 	$(OLDEST)/bin/pytest -n 2 --dist worksteal $(ARGS)
+
+test-newest: $(NEWEST)/.installed  ## run the tests on the newest torch, Triton and transformers; installs 5 GB
+	$(NEWEST)/bin/pytest -n 2 --dist worksteal $(ARGS)
 
 test-titan: $(TITAN)/.installed  ## test training by torchtitan, which needs older packages than the other tests
 	$(TITAN)/bin/pytest -n 2 -m "slow or not slow" tests/distributed/test_titan.py $(ARGS)
@@ -77,6 +81,12 @@ $(OLDEST)/.installed: pyproject.toml bench/pyproject.toml
 	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 'numpy<2.4' -e '.[dev]' -e ./bench
 	touch $@
 
+# numpy below 2.4 for Triton's interpreter
+$(NEWEST)/.installed: pyproject.toml bench/pyproject.toml
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch 'numpy<2.4' -e '.[dev]' -e ./bench
+	touch $@
+
 $(TITAN)/.installed: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(TITAN)
 	$(TITAN)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt torch
@@ -84,4 +94,4 @@ $(TITAN)/.installed: constraints.txt pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(TITAN) build dist .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(NEWEST) $(TITAN) build dist .pytest_cache .ruff_cache

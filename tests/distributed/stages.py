@@ -42,7 +42,9 @@ def check_outputs(folder: Any) -> None:
     for name, options in {"plain": {}, "tied": {"tie_word_embeddings": True, "embedding_norm": True}}.items():
         whole, model = load(folder / name, **options)
         kept = model.model.layers.mixers
-        assert len(kept) == (2, 3)[distributed.get_rank()], kept
+        counts: list[Any] = [None] * distributed.get_world_size()
+        distributed.all_gather_object(counts, len(kept))
+        assert sorted(counts) == [2, 3]  # transformers 5.24 gives the first stage one more, older ones the last
         with torch.no_grad():
             valid = mask.bool()
             expected, found = (each(ids, attention_mask=mask).logits[valid] for each in (whole, model))
