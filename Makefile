@@ -78,13 +78,13 @@ $(VENV)/.installed: $(VENV)/.torch-installed pyproject.toml bench/pyproject.toml
 
 $(OLDEST)/.installed: pyproject.toml bench/pyproject.toml
 	$(PYTHON) -m venv $(OLDEST)
-	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 'numpy<2.4' -e '.[dev]' -e ./bench
+	$(OLDEST)/bin/pip install --quiet --disable-pip-version-check torch==2.11.0 transformers==5.17.0 'numpy<2.4' -e '.[dev]' -e './bench[baselines]'
 	touch $@
 
 # numpy below 2.4 for Triton's interpreter
 $(NEWEST)/.installed: pyproject.toml bench/pyproject.toml
 	$(PYTHON) -m venv $(NEWEST)
-	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch 'numpy<2.4' -e '.[dev]' -e ./bench
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --upgrade torch 'numpy<2.4' -e '.[dev]' -e './bench[baselines]'
 	touch $@
 
 $(TITAN)/.installed: constraints.txt pyproject.toml

@@ -71,8 +71,16 @@ class _AllocatedError(Exception):
     """End of a compilation, once memory is allocated."""
 
 
-def _allocate_only(backend: Any, stages: dict[str, Any], options: Any, language: Any, capability: Any) -> None:
-    """Replace the stage that generates LLVM code by its first passes, which allocate memory."""
+def _allocate_only(*stage_arguments: Any) -> tuple[str, str] | None:
+    """Replace the stage that generates LLVM code by its first passes, which allocate memory.
+
+    Args:
+        stage_arguments: backend, stages by name, options, language and capability. Triton 3.8 also calls without
+            arguments, for a key and a hash of this function.
+    """
+    if not stage_arguments:
+        return "allocate", "allocate"
+    backend, stages, options, _language, capability = stage_arguments
 
     def allocate(module: Any, metadata: dict[str, Any]) -> None:
         manager, version = ir.pass_manager(module.context), get_ptx_version_from_options(options, backend.target.arch)
@@ -86,6 +94,7 @@ def _allocate_only(backend: Any, stages: dict[str, Any], options: Any, language:
         raise _AllocatedError(module.get_int_attr("ttg.shared"), module.get_int_attr("ttg.tensor_memory_size") or 0)
 
     stages["llir"] = allocate
+    return None
 
 
 def allocate(configuration: Configuration) -> Resources:
