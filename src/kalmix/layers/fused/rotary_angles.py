@@ -37,7 +37,8 @@ def _frequencies(pairs: int, base: float, device: torch.device) -> Tensor:
     In compiled code they are a custom op: Inductor would compute them again for each entry of queries and keys.
     Programs of `torch.export` have no such op, so that other software can run them.
     """
-    if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+    exporting = torch.compiler._is_exporting_flag  # the compiler of torch 2.11 takes `is_exporting()` for true
+    if torch.compiler.is_compiling() and not exporting:
         return _frequencies_op(pairs, base, device)
     return shared((pairs, base, "rotary", device), lambda: _compute_frequencies(pairs, base, device))
 
