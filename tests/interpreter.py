@@ -124,7 +124,7 @@ def _make_constants_once() -> None:
     from triton.runtime import interpreter
 
     tensor, convert, constant = interpreter.tl.core.tensor, TritonSemantic.to_tensor, TritonSemantic.scalar_constant
-    numbers, named = (int, float, bool), interpreter.tl.core.constexpr
+    numbers, constexpr = (int, float, bool), interpreter.tl.core.constexpr
     converted: dict[tuple[object, ...], Any] = {}
     constants: dict[tuple[object, ...], Any] = {}
 
@@ -133,7 +133,7 @@ def _make_constants_once() -> None:
         return made
 
     def to_tensor(self: Any, x: Any, check_type: bool = True) -> Any:
-        if type(x) is named:  # a number, or the product of one and a tensor, which Triton 3.8 does not unwrap
+        if type(x) is constexpr:  # a number, or a number times a tensor, which Triton 3.8 does not unwrap
             x = x.value
         kind = type(x)
         if kind is tensor:

@@ -61,10 +61,8 @@ def read_text(
     shards, stream = None, torch.empty(0, dtype=torch.int64)
     if (path / MANIFEST).is_file():
         shards = Shards(path, "held_out")
-        if (
-            shards.manifest.tokenizer_sha256
-            != hashlib.sha256((folder.tokenizer / "tokenizer.json").read_bytes()).hexdigest()
-        ):
+        own = hashlib.sha256((folder.tokenizer / "tokenizer.json").read_bytes()).hexdigest()
+        if shards.manifest.tokenizer_sha256 != own:
             raise ArgumentError("text", got=f"{str(path)!r}, shards of another tokenizer", expected="the model's")
         begin = shards.manifest.other_begin(folder.weights)
         if begin is not None:

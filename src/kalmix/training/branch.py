@@ -66,8 +66,9 @@ def begin_branch(recipe: Recipe, checkpoint: Path, output: Path, data: inputs.Di
     folder, unfinished = output / CHECKPOINTS, output / CHECKPOINTS / UNFINISHED_FOLDER
     shutil.rmtree(unfinished, ignore_errors=True)
     shutil.copytree(checkpoint, unfinished / checkpoint.name, copy_function=_link)
-    changed = _restart_data(unfinished / checkpoint.name) if restarts else []
-    renew_manifest(unfinished / checkpoint.name, data, recipe, changed)
+    if restarts:
+        _restart_data(unfinished / checkpoint.name)
+    renew_manifest(unfinished / checkpoint.name, data, recipe, [STATE_FILE] if restarts else [])
     sync_tree(unfinished)
     other = shutil.ignore_patterns("*.safetensors*", "config.json", "generation_config.json")
     shutil.copytree(run / "model", output / "model", ignore=other, dirs_exist_ok=True)
@@ -111,8 +112,8 @@ def _has_other_data(before: Recipe, recipe: Recipe, checkpoint: Path, data: inpu
     return data["shards"] != saved["shards"] or not equal_fractions(fractions(recipe.shards), fractions(before.shards))
 
 
-def _restart_data(checkpoint: Path) -> list[str]:
-    """Let the run of a checkpoint read its data from the start, and return the names of the files that have changed.
+def _restart_data(checkpoint: Path) -> None:
+    """Let the run of a checkpoint read its data from the start; this changes the state of the Trainer.
 
     Args:
         checkpoint: copy of a checkpoint; its files may be links.
@@ -120,7 +121,6 @@ def _restart_data(checkpoint: Path) -> list[str]:
     state = read_json(checkpoint / STATE_FILE)
     state["stateful_callbacks"][DataPosition.__name__] = DataPosition.at_start()
     write_text(checkpoint / STATE_FILE, json.dumps(state, indent=2, sort_keys=True) + "\n")
-    return [STATE_FILE]
 
 
 def find_start(start: Path) -> Path:

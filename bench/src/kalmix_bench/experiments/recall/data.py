@@ -66,10 +66,10 @@ class Batches:
     """Batches of the training rows, which stay on the device; used by the Trainer as a data loader.
 
     A batch has rows of one part. All batches of a part have the same size, so that a CUDA graph fits them: the last one
-    is
-    padded with a row without targets. The order depends only on seed and epoch, so a resumed run sees the same batches.
-    If less than half of a row's tokens are scored, batches have their `positions`, `[n, K]`, so that the model computes
-    no logits elsewhere. Rows of one length have the same K; a row with fewer targets has positions without one.
+    is padded with a row without targets. The order depends only on seed and epoch, so a resumed run sees the same
+    batches. If less than half of a row's tokens are scored, batches have their `positions`, `[n, K]`, so that the model
+    computes no logits elsewhere. Rows of one length have the same K; a row with fewer targets has positions without
+    one.
 
     Attributes:
         skip: number of batches that the next pass omits, because the run had them before its checkpoint.

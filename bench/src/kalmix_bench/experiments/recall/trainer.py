@@ -55,8 +55,7 @@ class CellTrainer(SafeTrainer):
     """Trainer with rows on the device and a minimal training step.
 
     The Trainer's own `training_step` supports many configurations. With rows on the device and no accumulation, a step
-    is
-    one forward and one backward pass.
+    is one forward and one backward pass.
     """
 
     def __init__(
