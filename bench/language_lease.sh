@@ -15,7 +15,7 @@
 #   --rows DIR           folder with the results.jsonl of earlier machines; default bench/results/language
 #   --limit SECONDS      time of this call; default 585
 #   --wait SECONDS       time to wait for pieces that later calls of bench/detach.sh bring; default 0
-#   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised
+#   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised, of the layers behind --layer or of all
 #   --python FILE        Python; default python3
 #   --wheels DIR         wheels of packages that the machine lacks; default .whl, if it exists
 # Paths are absolute, or relative to the repository. A call may bring one piece of several: the first calls store theirs and
@@ -63,10 +63,15 @@ leave_unless_all_here() {
 }
 store
 [ "$wait" -gt 0 ] || leave_unless_all_here
+named=() previous=''
+for word in "$@"; do
+  if [ "$previous" = --layer ]; then named+=(--layer "$word"); fi
+  previous=$word
+done
 compiling=''
 if [ -n "$precompile" ] && [ ! -f "$work/precompiled" ]; then
   touch "$work/precompiled"
-  "$python" -m kalmix_bench.experiments.language.precompile --preset "$precompile" > "$out/precompile.log" 2>&1 &
+  "$python" -m kalmix_bench.experiments.language.precompile --preset "$precompile" "${named[@]}" > "$out/precompile.log" 2>&1 &
   compiling=$!
 fi
 until all_here || [ "$SECONDS" -ge "$wait" ]; do
