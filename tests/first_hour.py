@@ -77,7 +77,7 @@ ACTIONS = (
     Action("kalmix list layers", 0, "gated-kalmanet", 3),
     Action("kalmix list designs", 0, "gated-deltanet", 3),
     Action("kalmix list ops", 0, "attend", 3),
-    Action("kalmix list layer", 2, "'layers', 'designs' or 'ops'"),
+    Action("kalmix list layer", 2, "'layers', 'designs', 'ops' or 'recipes'"),
     Action("kalmix list tasks", 1, "pip install ./bench"),
     Action("kalmix explain", 0, "longhorn", 4),
     Action("kalmix explain kla", 0, "Kalman", 8),
