@@ -39,7 +39,8 @@ HEAD = """# First hour
 
 **Setting.** A new virtual environment, in which these {actions} commands run in this order. Packages are installed as
 the table shows; index and cache differ between machines, and so do the seconds. Of long outputs the table has the first
-lines, of a Python error the last one. {system}; commit {commit}.
+lines, of a Python error the last one. {system}; commit {commit}. Load average at the end:
+{load:.1f} on {cores} cores; above 1 per core, other programs lengthened the times.
 
 **Conclusion.** {passed} of {actions} commands had the expected status and message.{failures}
 
@@ -197,6 +198,7 @@ def main() -> None:
         table = ["| | command | status | seconds | output |", "|---|---|---|---|---|", *rows]
         facts = {"actions": len(ACTIONS), "passed": len(ACTIONS) - len(failures), "commit": commit()}
         facts |= {"system": f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"}
+        facts |= {"load": os.getloadavg()[2], "cores": os.cpu_count()}
         facts |= {"failures": f" The others are {', '.join(failures)}." if failures else ""}
         arguments.output.write_text(HEAD.format(**facts) + "\n".join(table) + "\n")
     print(f"{len(chosen) - len(failures)} of {len(chosen)} as expected")
