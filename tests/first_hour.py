@@ -39,7 +39,8 @@ HEAD = """# First hour
 
 **Setting.** A new virtual environment, in which these {actions} commands run in this order. Packages are installed as
 the table shows; index and cache differ between machines, and so do the seconds. Of long outputs the table has the first
-lines, of a Python error the last one. {system}; commit {commit}.
+lines, of a Python error the last one. {system}; commit {commit}. Load average at the end:
+{load:.1f} on {cores} cores; above 1 per core, other programs lengthened the times.
 
 **Conclusion.** {passed} of {actions} commands had the expected status and message.{failures}
 
@@ -77,7 +78,7 @@ ACTIONS = (
     Action("kalmix list layers", 0, "gated-kalmanet", 3),
     Action("kalmix list designs", 0, "gated-deltanet", 3),
     Action("kalmix list ops", 0, "attend", 3),
-    Action("kalmix list layer", 2, "'layers', 'designs' or 'ops'"),
+    Action("kalmix list layer", 2, "'layers', 'designs', 'ops' or 'recipes'"),
     Action("kalmix list tasks", 1, "pip install ./bench"),
     Action("kalmix explain", 0, "longhorn", 4),
     Action("kalmix explain kla", 0, "Kalman", 8),
@@ -197,6 +198,7 @@ def main() -> None:
         table = ["| | command | status | seconds | output |", "|---|---|---|---|---|", *rows]
         facts = {"actions": len(ACTIONS), "passed": len(ACTIONS) - len(failures), "commit": commit()}
         facts |= {"system": f"Python {platform.python_version()} on {platform.system()} {platform.machine()}"}
+        facts |= {"load": os.getloadavg()[2], "cores": os.cpu_count()}
         facts |= {"failures": f" The others are {', '.join(failures)}." if failures else ""}
         arguments.output.write_text(HEAD.format(**facts) + "\n".join(table) + "\n")
     print(f"{len(chosen) - len(failures)} of {len(chosen)} as expected")

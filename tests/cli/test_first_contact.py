@@ -12,10 +12,12 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+import typer
 from start_time import check_start_time
 
 import kalmix as library
 from kalmix import layers
+from kalmix.cli import app as app_module
 from kalmix.cli import list_names
 from kalmix.designs import CATALOGUE
 from kalmix.ops import OPS
@@ -146,6 +148,17 @@ def test_narrow_terminals_cut_nothing(kalmix, line: str) -> None:
     result = kalmix(*line.split(), columns=20)
     assert result.status == 0
     assert "\N{HORIZONTAL ELLIPSIS}" not in result.output and "\N{BOX DRAWINGS LIGHT VERTICAL}" not in result.output
+
+
+@pytest.mark.parametrize("name", [*app_module._COMMANDS, "data prepare", "data check"])
+def test_help_shows_every_word_of_every_option(kalmix, name: str) -> None:
+    result = kalmix(*name.split(), "--help", columns=200)
+    command = typer.main.get_command(app_module.app)
+    for part in name.split():
+        command = command.commands[part]
+    assert result.status == 0
+    for option in command.params:
+        assert set((option.help or "").split()) <= set(result.output.split()), option.name
 
 
 # Runs command lines in forks, whose standard output is a device that is always full, or a pipe that nobody reads. Forks

@@ -54,7 +54,10 @@ def run(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option(help="Output folder; finished tasks in it are skipped. Default: RUN/evaluation[/checkpoint-N]."),
+        typer.Option(
+            help="Output folder; finished tasks in it are skipped. Default: RUN/evaluation, or "
+            "RUN/evaluation/checkpoint-N."
+        ),
     ] = None,
 ) -> None:
     """Evaluate a model by lm-eval, and print its scores beside the figures of papers.
