@@ -9,6 +9,8 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: train test test-all test-oldest test-newest test-titan lint docs bench setup clean
 .DELETE_ON_ERROR:
+# Tests start many processes. Without cached bytecode, each compiles all modules again.
+unexport PYTHONDONTWRITEBYTECODE
 
 train: $(VENV)/.train-installed  ## train a Kalman language model on real text, on this machine; ARGS="--help" for the options
 	$(BIN)/kalmix train $(ARGS)

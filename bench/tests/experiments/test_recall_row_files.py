@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -73,14 +73,17 @@ def test_other_rows_have_other_files(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.npz"))) == 2 + 1 + 2 + 1 + 1
 
 
-def test_the_command_draws_the_rows_of_a_cell_file(tmp_path: Path) -> None:
+def test_the_command_draws_the_rows_of_a_cell_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command runs as the module does, but in this process, since a new one would import PyTorch."""
     cells = tmp_path / "cells.jsonl"
     cell_file.write([*CELLS, replace(CELLS[0], seed=1)], cells)  # the same rows: the data have their own seed
-    command = [sys.executable, "-m", "kalmix_bench.experiments.recall.row_files", str(cells), str(tmp_path / "data")]
-    ended = subprocess.run([*command, "--jobs", "2"], capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
+    monkeypatch.setattr(sys, "argv", ["row_files", str(cells), str(tmp_path / "data"), "--jobs", "2"])
+    with pytest.warns(RuntimeWarning, match="found in sys.modules"):  # this process has imported it
+        runpy.run_module(row_files.__name__, run_name="__main__", alter_sys=True)
     files = set((tmp_path / "data").glob("*.npz"))
-    assert f"{len(files)} parts are in" in ended.stdout
+    assert f"{len(files)} parts are in" in capsys.readouterr().out
     for cell in CELLS:
         draw_cell_data(cell, tmp_path / "data")
     assert set((tmp_path / "data").glob("*.npz")) == files

@@ -18,6 +18,7 @@ from kalmix.testing.tolerances import DATA, Tensors
 from kalmix.validation import checks
 
 FILLS = ("NaN", "infinity", "overflow")
+LONG = 200  # tokens: each sequence of a packing is longer than the largest tile of the torch kernels, 64
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,11 @@ def _assert_same(what: str, got: Tensor, expected: Tensor, where: Tensor) -> Non
     same = (got == expected) | ~_along(where, got)
     worst = (got.detach().double() - expected.detach().double()).abs()[~same]
     assert bool(same.all()), f"{what}: {int((~same).sum())} entries, by up to {float(worst.max()):.1e}"
+
+
+def lengths(case: Case) -> list[Case]:
+    """Return the case, and one of `LONG` tokens unless the kernel has no tiles or runs in Triton's interpreter."""
+    return [case] if case.interpreted or case.kernel == "reference" else [case, case.with_changes(length=LONG)]
 
 
 def packing(case: Case) -> Segments:

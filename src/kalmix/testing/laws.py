@@ -22,8 +22,6 @@ from kalmix.types import Filtered
 
 Law = Callable[[Case], None]
 
-LONG = 200  # tokens: each sequence of a packing is longer than the largest tile of the torch kernels, 64
-
 MANY = 3 * DRAWS  # for wide ranges of noise, where the rounding of few tokens can dominate and 3 draws may miss it
 
 
@@ -313,7 +311,7 @@ def autocast_changes_nothing(case: Case) -> None:
 def nothing_reaches_other_sequences(case: Case) -> None:
     """Check that NaN, infinity or overflow in a sequence or in padding does not change other sequences or gradients."""
     fills = isolation.FILLS[:1] if case.interpreted else isolation.FILLS
-    for trial in (case,) if case.interpreted else (case, case.with_changes(length=LONG)):
+    for trial in isolation.lengths(case):
         isolation.assert_packed_isolated(trial, fills)
         if not case.interpreted:
             isolation.assert_rows_isolated(trial, fills)
@@ -321,7 +319,7 @@ def nothing_reaches_other_sequences(case: Case) -> None:
 
 def nothing_later_reaches_earlier_tokens(case: Case) -> None:
     """Check that a token with NaN does not change the outputs of earlier tokens."""
-    for trial in (case, case.with_changes(length=LONG)):
+    for trial in isolation.lengths(case):
         isolation.assert_causal(trial)
 
 
