@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kalmix.errors import ArgumentError
-from kalmix.training.checkpoints import find_checkpoint, is_checkpoint, run_of
+from kalmix.training.checkpoints import check_intact, find_checkpoint, is_checkpoint, run_of
 from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, resume_command
 
 _SHARDED = "pytorch_model_fsdp*"  # pieces of weights; PyTorch can read them only by unpickling, which may run code
@@ -29,6 +29,22 @@ class ModelFolder(NamedTuple):
         weights = [x for x in self.weights.glob("*") if x.suffix == ".safetensors" or x.name == "config.json"]
         found = [*weights, self.tokenizer / "tokenizer.json"]
         return sorted((path for path in found if path.exists()), key=lambda path: path.name)
+
+
+def find_intact_model(path: Path, argument: str = "model") -> ModelFolder:
+    """Return the folders of a model, as `find_model`. Configuration and weights of a checkpoint are read and checked.
+
+    Args:
+        path: see `find_model`.
+        argument: name of the argument, for error messages.
+
+    Raises:
+        ArgumentError: as `find_model`, or configuration or weights of a checkpoint are damaged.
+    """
+    found = find_model(path, argument)
+    if is_checkpoint(path):
+        check_intact(found.weights, argument, lambda name: name == "config.json" or ".safetensors" in name)
+    return found
 
 
 def find_model(path: Path, argument: str = "model") -> ModelFolder:
