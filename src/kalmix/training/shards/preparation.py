@@ -65,7 +65,7 @@ class Preparation:
             read in this order.
         tokenizer: folder or name of a fast tokenizer of Hugging Face. Default: a byte-level BPE trained on the source.
         vocab_size: largest vocabulary of a trained BPE, at least 257.
-        column: column that holds the text, except in plain text.
+        column: column that holds the text, except in plain text; `meta.text` is the field `text` of the object `meta`.
         bos: token that begins each document. Default: the tokenizer's token that begins a text, else the one that ends
             it.
         held_out: fraction of the documents to hold out, at least 0 and below 1. A hash of a document's text chooses.

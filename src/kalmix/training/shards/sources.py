@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from kalmix._extras import optional_imports
 from kalmix.errors import ArgumentError
 from kalmix.training.corpus import walk_files
+from kalmix.training.shards.columns import column_path, names, read_column
 from kalmix.training.shards.documents import (
     Document,
     FileSlice,
@@ -24,7 +25,6 @@ from kalmix.training.shards.documents import (
     file_kind,
     from_value,
     is_compressed,
-    names,
     read_slice,
     row_groups,
 )
@@ -300,7 +300,7 @@ class DatasetSource:
         shard = f" of shard {piece}" if self.options.stream else ""
         for position, row in enumerate(_read_rows(rows, name, first, shard), 1):
             place = f"whose row {first + position - 1}{shard}"
-            yield name, from_value(row[self.column], position, place)
+            yield name, from_value(read_column(row, self.column), position, place)
 
 
 def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[str, Any]]:
@@ -359,17 +359,19 @@ def _load(source: DatasetSource) -> Any:
         saved = Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file()
         if saved and not files:
             dataset: Any = datasets.load_from_disk(source.name)
-            dataset = dataset.to_iterable_dataset(num_shards=_PARTS) if stream else dataset
+            shards = max(1, min(_PARTS, len(dataset)))
+            dataset = dataset.to_iterable_dataset(num_shards=shards) if stream else dataset
         else:
             dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
-        columns = list(dataset.features or next(iter(dataset)))
+        columns: Any = dataset.features or next(iter(dataset))
     except Exception as error:  # of many classes
         problem = f"which `datasets` cannot load ({_first_line(error)})"
         raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None
-    if source.column not in columns:
+    path = column_path(columns, source.column)
+    if path is None:
         got = f"{source.column!r}, which {got} lacks"
         raise ArgumentError("column", got=got, expected=f"one of its columns ({names(columns)})")
-    return dataset.select_columns(source.column)
+    return dataset.select_columns(path[0])
 
 
 def _first_line(error: Exception) -> str:
