@@ -6,7 +6,7 @@ The division depends on the source alone, so that the shards are the same for an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
@@ -99,7 +99,7 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         else:
             files = list[SourceFile]()
             for paths in group:
-                more = [file.inside(path) for path in paths for file in _list_files(Path(path), exclude)]
+                more = _once(file.inside(path) for path in paths for file in _list_files(Path(path), exclude))
                 _check_distinct([str(Path(file.name).resolve()) for file in more], seen)
                 files += more
             sources.append(FileSource(str(Path.cwd()), column, tuple(files)))
@@ -125,6 +125,16 @@ def _expand(name: str, exclude: Path) -> list[str]:
         problem = "matches no text files" if matches else "matches no file"
         raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
+
+
+def _once(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """Return the files of a pattern, each once: folders may match by several paths, such as `b/c/..` or a link."""
+    folder = lru_cache(maxsize=None)(Path.resolve)
+    found = dict[tuple[Path, str], SourceFile]()
+    for file in files:
+        path = Path(file.name)
+        found.setdefault((folder(path.parent), path.name), file)
+    return list(found.values())
 
 
 def _check_distinct(names: Sequence[str], seen: set[str]) -> None:
