@@ -141,6 +141,21 @@ def test_an_output_inside_the_source_is_left_out_by_any_path(
         assert manifest.count("train", "documents") == 3
 
 
+@pytest.mark.parametrize("source", ["b", "b/*.txt", "b/c", "[b]"])
+@pytest.mark.parametrize("output", [".", "b"])
+def test_an_output_that_holds_the_source_is_refused(
+    source: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("b/c"), ["a document"])
+    Path("b/a.txt").write_text("another")
+    message = (
+        rf"`output` is '{(tmp_path / output).resolve()}', which holds the source '.*b.*'; expected a folder without"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        prepare(Preparation(source, vocab_size=257), output)
+
+
 def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "b", texts(30))
     (folder / "licences.json").write_text('[{"licence": "MIT"}]')

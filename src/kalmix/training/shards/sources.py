@@ -81,8 +81,8 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         dataset: options of all datasets.
 
     Raises:
-        ArgumentError: there is no such file or folder, it holds no file that can be read, two names lead to one file,
-            or `datasets` fails.
+        ArgumentError: there is no such file or folder, it holds no file that can be read, or is inside `exclude`; two
+            names lead to one file, or `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
     exclude = exclude.resolve()
@@ -122,6 +122,8 @@ def _expand(name: str, exclude: Path) -> list[str]:
         if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
     if not found:
+        for path in matches:
+            _check_outside(Path(path), exclude)
         problem = "matches no text files" if matches else "matches no file"
         raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
@@ -165,8 +167,16 @@ def _walk(folder: Path, exclude: Path) -> Iterator[str]:
             yield name
 
 
+def _check_outside(source: Path, output: Path) -> None:
+    """Check that a source is not inside the output folder, which is not searched."""
+    if source.resolve().is_relative_to(output):
+        got = f"{str(output)!r}, which holds the source {str(source)!r}"
+        raise ArgumentError("output", got=got, expected="a folder without the source")
+
+
 def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
     if path.is_dir():
+        _check_outside(path, exclude)
         files = sorted(_walk(path, exclude))
     elif path.is_file():
         files = ["."]
