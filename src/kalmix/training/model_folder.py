@@ -55,8 +55,8 @@ def find_model(path: Path, argument: str = "model") -> ModelFolder:
         argument: name of the argument, for error messages.
 
     Raises:
-        ArgumentError: the folder is missing; it is a run that was stopped before it saved its model; there is no such
-            checkpoint, or its weights are in pieces.
+        ArgumentError: the folder is missing or holds no model; it is a run that was stopped before it saved its model;
+            there is no such checkpoint, or its weights are in pieces.
     """
     if is_checkpoint(path):
         checkpoint = find_checkpoint(path, argument)
@@ -72,6 +72,10 @@ def find_model(path: Path, argument: str = "model") -> ModelFolder:
     is_run = (run / RECIPE_FILE).exists() and found in (run, run / "model")
     if is_run and not (run / HISTORY).exists() and not (found / "config.json").exists():
         raise unfinished_run(argument, f"is {str(path)!r}, a run that is not finished and has saved no model", run)
+    if not (found / "config.json").exists():
+        raise ArgumentError(
+            argument, got=f"{str(path)!r}, which holds no model (config.json is missing)", expected=_EXPECTED
+        )
     return ModelFolder(found, found)
 
 
