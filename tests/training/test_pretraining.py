@@ -114,6 +114,10 @@ def test_order_of_the_folders_of_a_mixture_is_that_of_its_run(small, shards: Pat
         message = r"\[1.0, 2.0\], in this order" if weights[0] == 2 else "in the order of recipe.json"
         with pytest.raises(ArgumentError, match=f"`shards` .*{message}"):
             train(moved, tmp_path / "part", resume=True)
+    with pytest.raises(
+        ArgumentError, match=r"`text` is given, and '.*checkpoint-3' was trained on shards; expected sh"
+    ):
+        train(small(shards=None, text=str(tmp_path / "more.txt")), tmp_path / "part", resume=True)
     rest = train(small(shards=reversed_mixture), tmp_path / "part", resume=True)
     assert rest.training == whole.training and rest.held_out == whole.held_out
     assert list(Recipe.load(tmp_path / "part").shards or ()) == list(mixture)

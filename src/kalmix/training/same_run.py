@@ -37,6 +37,11 @@ def with_saved_order(recipe: Recipe, run: Path) -> Recipe:
 def check_same_data(recipe: Recipe, current: inputs.Digests, checkpoint: Path) -> None:
     """Check that the data of a recipe are those of the checkpoint to resume from, in the same order and mixture."""
     saved = read_settings(checkpoint)
+    if (recipe.shards is None) != (saved.shards is None):
+        trained, given = ("text", "shards") if saved.shards is None else ("shards", "text")
+        raise ArgumentError(
+            given, problem=f"is given, and {str(checkpoint)!r} was trained on {trained}", expected=trained
+        )
     _check_same_weights(recipe, saved)
     several = isinstance(recipe.shards, dict) and len(recipe.shards) > 1
     hint = "Name folders at new paths in the order of recipe.json" if several else ""
