@@ -312,6 +312,7 @@ MISTAKES = {
     "held out": (None, "{text} --held-out 1", "`held_out` is 1.0; expected a fraction of at least 0 and below 1"),
     "workers": (None, "{text} --workers -1", "`workers` is -1; expected a positive integer"),
     "no workers": (None, "{text} --workers 0", "`workers` is 0; expected a positive integer"),
+    "empty name": (None, "hf:", "`source` is 'hf:' without a name; expected a folder or file"),
     "empty source": (None, "--column a =", "`source` is empty"),
     "empty output": (None, "{text} --output=", "`output` is empty"),
     "output is a file": (Path.touch, "{text} --output {path}", "`output` is '{path}', which is a file"),

@@ -19,7 +19,7 @@ from typing import IO, Any, Literal, NamedTuple
 from kalmix._extras import optional_imports
 from kalmix.errors import FileError
 from kalmix.files import check_regular
-from kalmix.training.corpus import is_text
+from kalmix.training.corpus import is_text, is_utf16
 from kalmix.training.shards.columns import COLUMN_HINT, MISSING, column_path, names, read_column
 from kalmix.training.shards.json_values import json_form, json_values
 
@@ -190,6 +190,9 @@ def _read_text(part: FileSlice, _: str) -> Iterator[Document]:
     with _open(part.path) as (file, raw):
         rest, first = b"", True
         while data := rest + file.read(MAX_DOCUMENT - len(rest)):
+            if first and is_utf16(data):
+                yield _damage("which is UTF-16 in place of UTF-8", raw.tell())
+                return
             if first:
                 data, first = data.removeprefix(b"\xef\xbb\xbf"), False
             cut = len(data) if len(data) < MAX_DOCUMENT else _cut(data)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, disk_errors, lock_folder, read_json, write_text
 from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Licences, Manifest
-from kalmix.training.shards.sources import EXPECTED, DatasetOptions, Part, Source, open_source
+from kalmix.training.shards.sources import DATASET, EXPECTED, DatasetOptions, Part, Source, open_source
 from kalmix.training.shards.token_limit import first_parts, is_done, rounds
 from kalmix.training.shards.tokenize_part import (
     RECORDS,
@@ -112,8 +112,9 @@ class Preparation:
         for name in ("tokenizer", "column", "bos"):
             if getattr(self, name) == "":
                 raise ArgumentError(name, got="empty", expected="a name")
-        if "" in self.sources:
-            raise ArgumentError("source", got="empty", expected=EXPECTED)
+        if "" in self.sources or DATASET in self.sources:
+            got = f"{DATASET!r} without a name" if DATASET in self.sources else "empty"
+            raise ArgumentError("source", got=got, expected=EXPECTED)
         if isinstance(self.licences, dict) and set(self.licences) != set(self.sources):
             expected = f"licences of each source ({', '.join(self.sources)})"
             raise ArgumentError("licences", got=repr(self.licences), expected=expected)
