@@ -219,11 +219,13 @@ def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> N
         assert train(recipe, tmp_path, resume=True).finished
 
 
-@pytest.mark.parametrize("damage", ["damaged", "deleted"])
+@pytest.mark.parametrize("damage", ["damaged", "deleted", "also history"])
 def test_a_run_without_an_intact_checkpoint_does_not_start_again(halted: tuple[Recipe, Path], damage: str) -> None:
     recipe, folder = halted
     for path in list_checkpoints(folder / "checkpoints"):
         (path / "optimizer.pt").write_bytes(b"") if damage == "damaged" else shutil.rmtree(path)
+    if damage == "also history":  # perhaps of a finished run
+        (folder / "history.json").write_bytes((folder / "history.json").read_bytes()[:9])
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ArgumentError, match="holds a run"):
         train(recipe, folder)

@@ -309,7 +309,7 @@ def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bo
     checkpoint = newest_checkpoint(checkpoints)
     if checkpoint is None and resume:
         check_has_begun(output)
-        if list_checkpoints(checkpoints) or read_history(output):
+        if list_checkpoints(checkpoints) or (output / HISTORY).exists():
             got, hint = f"{str(output)!r}, which holds no intact checkpoint", "A new folder starts from the beginning"
             raise ArgumentError("output", got=got, expected="a run that can be resumed", hint=hint)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
