@@ -131,10 +131,10 @@ def train(
         recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`; those in
             `kalmix.training.recipe.CHANGEABLE` may differ, and recipe.json is then rewritten. Checkpoints store the
             settings, so that a recipe.json that was edited is refused.
-        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. In a
-            folder `recipe.text`, the run's own files would change the text, so that it cannot be resumed. The run
-            writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
-            until it is finished, `checkpoints/`.
+        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. It
+            must not be inside a folder `recipe.text`: the run's own files would change the text. The run writes
+            `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and, until it
+            is finished, `checkpoints/`.
         resume: continue the run in `output` from its newest intact checkpoint. Unfinished checkpoints, and those with
             damaged files, are skipped with a warning. A run that was stopped before its first checkpoint, or no run,
             starts from the beginning.
@@ -153,11 +153,11 @@ def train(
         ArgumentError: an argument has another type; an integration in `recipe.report_to` is unknown or not installed;
             the text or the shards cannot be read or are too short; a layer, a size or the number of processes is not
             accepted; weights of `recipe.initial` do not fit; `torch.compile` fails; training diverges (the loss is no
-            longer finite); `output` is a file, or holds a run (without `resume`) or a finished one (with it); another
-            process trains into `output`. With `resume`: the data, the tokenizer, a setting or, without
-            `recipe.batch_tokens`, the number of processes is not that of the checkpoint; a checkpoint lacks a file, or
-            none of them is intact.
-            With `branch_from`: there is no such checkpoint, or the branch cannot begin there.
+            longer finite); `output` is a file, is inside the text, or holds a run (without `resume`) or a finished one
+            (with it); another process trains into `output`. With `resume`: the data, the tokenizer, a setting or,
+            without `recipe.batch_tokens`, the number of processes is not that of the checkpoint; a checkpoint lacks a
+            file, or none of them is intact. With `branch_from`: there is no such checkpoint, or the branch cannot begin
+            there.
         OSError: a file cannot be written, for example on a full disk; names the path. `ConnectionError`: another
             process of the run has ended.
 
@@ -165,10 +165,11 @@ def train(
         >>> from pathlib import Path
         >>> from kalmix.training import Recipe
         >>> from kalmix.training.run import train
+        >>> Path("corpus").mkdir()
         >>> for n in range(20):
-        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        ...     _ = Path(f"corpus/{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
         >>> sizes = {"vocab_size": 260, "hidden_size": 8, "seq_len": 16, "batch_size": 2}
-        >>> run = train(Recipe(text=".", layers=("kla",), steps=2, **sizes), Path("run"))
+        >>> run = train(Recipe(text="corpus", layers=("kla",), steps=2, **sizes), Path("run"))
         >>> run.finished, run.steps
         (True, 2)
     """
@@ -178,6 +179,7 @@ def train(
     output = Path(broadcast_object_list([str(output)])[0])
     if output.exists() and not output.is_dir():
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
+    _check_outside_text(recipe, output)
     set_seed(recipe.seed)
     if resume or branch_from is not None:
         recipe = with_saved_order(recipe, output if branch_from is None else run_of(Path(branch_from)))
@@ -210,6 +212,16 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, branch_fro
         if name not in (*installed, *UNLISTED):
             got = f"{name!r}, which is unknown to transformers or not installed"
             raise ArgumentError("report_to", got=got, expected=any_of(["all", *installed]))
+
+
+def _check_outside_text(recipe: Recipe, output: Path) -> None:
+    """Check that the files of a run do not become part of its text. Hidden folders are not read as text."""
+    if recipe.text is None or not output.resolve().is_relative_to(text := Path(recipe.text).resolve()):
+        return
+    if not any(name.startswith(".") for name in output.resolve().relative_to(text).parts):
+        got = f"{str(output)!r}, which is inside the text {recipe.text!r}"
+        hint = "The files of the run would change the text"
+        raise ArgumentError("output", got=got, expected="a folder outside it (`--output`)", hint=hint)
 
 
 def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | ShardSource) -> Recipe:
