@@ -93,6 +93,28 @@ def test_report_of_a_checkpoint_leaves_the_run_as_it_is(kalmix, run: Path) -> No
     assert "checkpoint-2': trainer_state.json is damaged" in kalmix("report", run / "checkpoint-2").errors
 
 
+def test_damaged_checkpoint_is_refused(kalmix, run: Path) -> None:
+    weights = run / "checkpoints" / "checkpoint-2" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-3] ^= 64  # an exponent bit of one weight; without its checksum the file is valid
+    weights.write_bytes(content)
+    initial = f"initial={run / 'checkpoint-2'}"
+    commands = {
+        ("generate", run / "checkpoint-2"): "model",
+        ("inspect", run / "checkpoint-2", "--text", "a"): "model",
+        ("eval", run / "checkpoint-2", "--suite", "long", "--tasks", "niah_single_1", "--lengths", 512): "model",
+        ("pretrain", "kla-45m", "--set", initial, "--dry-run"): "initial",
+    }
+    for command, name in commands.items():
+        result = kalmix(*command)
+        assert result.status == 2 and len(result.errors.splitlines()) == 1
+        assert f"`{name}` is '{weights.parent}': model.safetensors is damaged; expected an intact" in result.errors
+    weights.unlink()
+    assert "checkpoint-2': model.safetensors is missing" in kalmix("generate", run / "checkpoint-2").errors
+    (run / "checkpoints" / "checkpoint-4" / "optimizer.pt").write_bytes(b"")  # generate does not read it
+    assert kalmix("generate", run / "checkpoint-4", *GREEDY).status == 0
+
+
 def test_missing_checkpoints_are_named(kalmix, run: Path) -> None:
     for command in (("generate",), ("inspect", "--text", "a"), ("report",)):
         result = kalmix(command[0], run / "checkpoint-3", *command[1:])

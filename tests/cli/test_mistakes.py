@@ -14,6 +14,7 @@ MISTAKES = [
     ("train --text {missing}", "does not exist"),
     ("train --text {empty}", "contains no text"),
     ("train --text {binary}", "not UTF-8"),
+    ("train --text {windows}", "windows', which is UTF-16; expected a UTF-8 text file"),
     ("train --text {folder}", "no text files"),
     ("train --text {short}", "number of tokens"),
     ("train --text {text} --layers klax", "'klax'"),
@@ -45,7 +46,7 @@ MISTAKES = [
     ("report {folder}", "holds no run"),
     ("report {scribbled}", "unreadable"),
     ("generate {missing}", "does not exist"),
-    ("generate {folder}", "config.json is missing"),
+    ("generate {folder}", "folder', which holds no model (config.json is missing); expected a folder that `kalmix"),
     ("generate {truncated}", "damaged"),
     ("generate {weightless}", "no weights"),
     ("generate {garbled}", "damaged"),
@@ -56,6 +57,7 @@ MISTAKES = [
     ("generate {run} --seed 4294967296", "--seed"),
     ("inspect {run}", "either --text or --file"),
     ("inspect {run} --text a --file {text}", "given twice"),
+    ("inspect {run} --text= --file {text}", "given twice"),
     ("inspect {run} --file {missing}", "does not exist"),
     ("inspect {truncated} --text a", "damaged"),
     ("generate {run} --prompt a\udcff", "`prompt` is 'a\\udcff', whose character 1 UTF-8 cannot encode"),
@@ -69,10 +71,11 @@ MISTAKES = [
 def things(tmp_path_factory: pytest.TempPathFactory, text_file: Path, run_folder: Path) -> dict[str, Path]:
     """Return invalid files and folders, and a valid text and run."""
     root = tmp_path_factory.mktemp("things")
-    named = {name: root / name for name in ("missing", "empty", "binary", "folder", "short", "scribbled")}
+    named = {name: root / name for name in ("missing", "empty", "binary", "windows", "folder", "short", "scribbled")}
     named["folder"].mkdir()
     named["empty"].write_text("")
     named["binary"].write_bytes(b"\x80\x81\x82")
+    named["windows"].write_text("caf\xe9", encoding="utf-16")
     named["short"].write_text("one two three\n\nfour five six\n\nseven")
     named["scribbled"].mkdir()
     (named["scribbled"] / "recipe.json").write_text('{"hidden_size": ')

@@ -77,6 +77,15 @@ def test_dry_run_prints_size_work_memory_and_time(kalmix, tmp_path: Path) -> Non
     assert all(name in result.output for name in ("A100,", "MI300X,", "RTX 5090"))
 
 
+def test_a_mixture_names_each_folder_once(kalmix, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to("a")
+    (tmp_path / "a").mkdir()
+    for other in ("link", "b/../a"):
+        mixture = f'shards={{ "{tmp_path}/a" = 1, "{tmp_path}/{other}" = 2 }}'
+        result = kalmix("pretrain", recipe, "--set", mixture, "--output", tmp_path / "run")
+        assert result.status == 2 and f"`shards` names '{tmp_path}/a' twice; expected each folder once" in result.errors
+
+
 def test_dry_run_assumes_the_given_mfu(kalmix) -> None:
     line = ("pretrain", "kla-45m", "--dry-run", "--gpu", "H200")
     whole, part = (kalmix(*line, *more).output.splitlines()[-1] for more in (("--mfu", 0.02), ("--mfu", 0.01)))

@@ -116,7 +116,7 @@ def test_branch_goes_on_with_equal_weights_that_are_rounded_otherwise(
     recipe = small(**STABLE | {"shards": {str(shards): 3.0, str(other): 7.0}})
     train(recipe, tmp_path / "run")
     whole = train(replace(recipe, steps=12), tmp_path / "whole", branch_from=tmp_path / "run" / "checkpoint-8")
-    scaled = {str(shards): 3.0 * 0.1, str(other): 7.0 * 0.1}
+    scaled = {str(other): 7.0 * 0.1, str(shards): 3.0 * 0.1}  # in another order
     assert 3.0 * 0.1 / (3.0 * 0.1 + 7.0 * 0.1) != 0.3
     changed = replace(recipe, steps=12, shards=scaled)
     branch = train(changed, tmp_path / "branch", branch_from=tmp_path / "run" / "checkpoint-8")

@@ -219,14 +219,23 @@ def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> N
         assert train(recipe, tmp_path, resume=True).finished
 
 
-def test_resuming_without_an_intact_checkpoint_warns(halted: tuple[Recipe, Path]) -> None:
+@pytest.mark.parametrize("damage", ["damaged", "deleted", "also history"])
+def test_a_run_without_an_intact_checkpoint_does_not_start_again(halted: tuple[Recipe, Path], damage: str) -> None:
     recipe, folder = halted
     for path in list_checkpoints(folder / "checkpoints"):
-        (path / "optimizer.pt").write_bytes(b"")
+        (path / "optimizer.pt").write_bytes(b"") if damage == "damaged" else shutil.rmtree(path)
+    if damage == "also history":  # perhaps of a finished run
+        (folder / "history.json").write_bytes((folder / "history.json").read_bytes()[:9])
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ArgumentError, match="holds a run"):
         train(recipe, folder)
-    with pytest.warns(UserWarning, match="holds no intact checkpoint"):
-        assert train(recipe, folder, resume=True).finished
+    for given in (recipe, replace(recipe, steps=9)):  # also if recipe.json was edited
+        with (
+            pytest.warns(UserWarning, match="optimizer.pt is damaged") if damage == "damaged" else nullcontext(),
+            pytest.raises(ArgumentError, match=r"run', which holds no intact checkpoint; expected a run that can be"),
+        ):
+            train(given, folder, resume=True)
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def checkpoints_of(recipe: Recipe, folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -101,6 +101,28 @@ def test_resumed_run_refuses_other_weights_of_its_shards(small, shards: Path, tm
     assert train(scaled, tmp_path / "run", resume=True).finished
 
 
+def test_order_of_the_folders_of_a_mixture_is_that_of_its_run(small, shards: Path, tmp_path: Path) -> None:
+    shutil.copytree(shards, tmp_path / "copy")
+    (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
+    prepare(Preparation(str(tmp_path / "more.txt"), tokenizer=str(shards / "tokenizer"), held_out=0), tmp_path / "more")
+    mixture = {str(shards): 1.0, str(tmp_path / "more"): 2.0}
+    reversed_mixture = dict(reversed(mixture.items()))
+    whole = train(small(shards=mixture), tmp_path / "whole")
+    train(small(shards=mixture), tmp_path / "part", callbacks=[Kill(3)])
+    for weights in ((2.0, 1.0), (1.0, 2.0)):
+        moved = small(shards=dict(zip((str(tmp_path / "more"), str(tmp_path / "copy")), weights, strict=True)))
+        message = r"\[1.0, 2.0\], in this order" if weights[0] == 2 else "in the order of recipe.json"
+        with pytest.raises(ArgumentError, match=f"`shards` .*{message}"):
+            train(moved, tmp_path / "part", resume=True)
+    with pytest.raises(
+        ArgumentError, match=r"`text` is given, and '.*checkpoint-3' was trained on shards; expected sh"
+    ):
+        train(small(shards=None, text=str(tmp_path / "more.txt")), tmp_path / "part", resume=True)
+    rest = train(small(shards=reversed_mixture), tmp_path / "part", resume=True)
+    assert rest.training == whole.training and rest.held_out == whole.held_out
+    assert list(Recipe.load(tmp_path / "part").shards or ()) == list(mixture)
+
+
 def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shards: Path, tmp_path: Path) -> None:
     (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
     prepare(Preparation(str(tmp_path / "more.txt"), tokenizer=str(shards / "tokenizer"), held_out=0), tmp_path / "more")

@@ -147,6 +147,8 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
         ("steps = 3", ["lr=4"], "has no setting 'lr'.*Did you mean 'learning_rate' or 'learning_rates'"),
         ("steps = 3", ["steps"], "`set` is 'steps'"),
         ("steps = 3", ["steps.more=2"], "it is no mapping"),
+        ("steps = 3", ["shards={a/b=1}"], r"`set` is 'shards={a/b=1}', which is no TOML .*Quote names of folders"),
+        ("steps = 3", ["model={a: 1}"], r"`set` is 'model={a: 1}', which is no TOML .*; expected a table of TOML\.$"),
         ("steps = 3", ["steps=many"], "`steps` is 'many'"),
         ("steps = 3.5", [], "`steps` is 3.5"),
         ('steps = 3\nlayers = [{ mixer = "kla", repeat = 0 }]', [], "`repeat` of 0"),

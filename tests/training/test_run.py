@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,9 +128,16 @@ def test_every_step_has_all_of_its_batches(recipe, tmp_path: Path, monkeypatch, 
 def test_loss_of_separate_documents_is_that_of_their_targets(tmp_path: Path, recipe) -> None:
     """The logged loss is the mean over all tokens but the first of each document."""
     draw = random.Random(0)
+    (tmp_path / "text").mkdir()
     for n in range(40):
-        (tmp_path / f"{n}.txt").write_text("".join(draw.choices("abcdef", k=8)))
-    changes = {"text": str(tmp_path), "tokenizer": "bytes", "seq_len": 64, "learning_rate": 1e-9, "eval_tokens": 0}
+        (tmp_path / "text" / f"{n}.txt").write_text("".join(draw.choices("abcdef", k=8)))
+    changes = {
+        "text": str(tmp_path / "text"),
+        "tokenizer": "bytes",
+        "seq_len": 64,
+        "learning_rate": 1e-9,
+        "eval_tokens": 0,
+    }
     ended = train(recipe(separate_documents=True, steps=1, **changes), tmp_path / "run")
     assert ended.history[0]["loss"] == pytest.approx(math.log(257), rel=0.01)
 
@@ -225,3 +233,17 @@ def test_separate_documents_do_not_affect_each_other(recipe, tmp_path: Path) -> 
     one, two = torch.tensor([[0, 5, 6, 7]]), torch.tensor([[0, 9, 8]])
     packed = ended.model(torch.cat([one, two], 1), position_ids=torch.tensor([[0, 1, 2, 3, 0, 1, 2]]))
     torch.testing.assert_close(packed.logits[:, 4:], ended.model(two).logits)
+
+
+@pytest.mark.parametrize("output", ["text", "text/run", "link/runs/run", "text/.hidden/run", "text-run"])
+def test_a_run_inside_its_text_is_refused(recipe, text_file: Path, tmp_path: Path, output: str) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "link").symlink_to("text")
+    shutil.copy(text_file, tmp_path / "text")
+    given = recipe(text=str(tmp_path / "text"), steps=1)
+    if output in ("text/.hidden/run", "text-run"):
+        assert train(given, tmp_path / output).finished
+        return
+    with pytest.raises(ArgumentError, match=rf"`output` is '{tmp_path / output}', which is inside the text .*--output"):
+        train(given, tmp_path / output)
+    assert sorted(path.name for path in (tmp_path / "text").iterdir()) == [text_file.name]

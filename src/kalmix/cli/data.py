@@ -39,7 +39,8 @@ def prepare(
     ] = None,
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of a trained BPE.")] = Preparation.vocab_size,
     column: Annotated[
-        str, typer.Option(help="Column with the text, in JSON lines, Parquet and datasets.")
+        str,
+        typer.Option(help="Column with the text, in JSON, Parquet and datasets; meta.text is a field of an object."),
     ] = Preparation.column,
     bos: Annotated[
         str | None, typer.Option(help="Token that begins each document. Default: the tokenizer's own.")

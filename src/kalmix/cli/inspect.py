@@ -24,7 +24,7 @@ def run(
     """Write a figure and an HTML page of each token's predictive variance, write gain and surprisal."""
     if (text is None) == (file is None):
         raise ArgumentError(
-            "text", problem="is given twice" if text else "is missing", expected="either --text or --file"
+            "text", problem="is missing" if text is None else "is given twice", expected="either --text or --file"
         )
     require_extra("`kalmix inspect`", "train")
     from kalmix.analysis import html_report

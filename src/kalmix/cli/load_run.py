@@ -15,7 +15,7 @@ from kalmix.training.checkpoints import (
     is_checkpoint,
     run_of,
 )
-from kalmix.training.model_folder import find_model, unfinished_run
+from kalmix.training.model_folder import find_intact_model, find_model, unfinished_run
 from kalmix.training.recipe import Recipe
 from kalmix.validation import check_choice
 
@@ -39,8 +39,8 @@ def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, P
         predict: replaces `KalmixConfig.predict`.
 
     Raises:
-        ArgumentError: as `find_model`; the folder holds no kalmix model or is damaged; `predict` is unknown, or is
-            "marginal" and the last layer has no posterior.
+        ArgumentError: as `find_intact_model`; the folder holds no kalmix model or is damaged; `predict` is unknown, or
+            is "marginal" and the last layer has no posterior.
     """
     model = load_model(folder, predict)
     from kalmix.training.data import read_tokenizer
@@ -52,7 +52,7 @@ def load(folder: Path, predict: str | None = None) -> tuple[KalmixForCausalLM, P
 
 def load_model(folder: Path, predict: str | None = None) -> KalmixForCausalLM:
     """Load the model of a run, a checkpoint or a model's folder; see `load`."""
-    weights = find_model(folder).weights
+    weights = find_intact_model(folder).weights
     from transformers import GenerationConfig
     from transformers.utils import logging
 

@@ -94,14 +94,22 @@ def _read(recipe: str | None, settings: Sequence[str], branch_from: str | None) 
 
 
 def _with_absolute_paths(recipe: Recipe) -> Recipe:
-    """Return the recipe with absolute paths, so that a run can be resumed from another folder."""
+    """Return the recipe with absolute paths, so that a run can be resumed from another folder.
+
+    Raises:
+        ArgumentError: two paths of `shards` lead to one folder.
+    """
 
     def absolute(path: str | None) -> str | None:
         return str(Path(path).resolve()) if path and path.strip() else path
 
     shards = recipe.shards
     if isinstance(shards, dict):
-        shards = {str(Path(folder).resolve()): weight for folder, weight in shards.items()}
+        paths = [str(Path(folder).resolve()) for folder in shards]
+        twice = next((path for path in paths if paths.count(path) > 1), None)
+        if twice is not None:
+            raise ArgumentError("shards", problem=f"names {twice!r} twice", expected="each folder once")
+        shards = dict(zip(paths, shards.values(), strict=True))
     else:
         shards = absolute(shards)
     return replace(recipe, text=absolute(recipe.text), initial=absolute(recipe.initial), shards=shards)

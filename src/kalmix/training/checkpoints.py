@@ -11,7 +11,7 @@ import re
 import shutil
 import warnings
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -100,17 +100,22 @@ def remove_checkpoints(folder: Path, keep_steps: int | None) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def check_intact(checkpoint: Path, argument: str) -> None:
-    """Check that a checkpoint is intact; all its files are read.
+def check_intact(checkpoint: Path, argument: str, needed: Callable[[str], bool] = lambda name: True) -> None:
+    """Check that a checkpoint, or some of its files, are intact; these files are read.
 
     Args:
         checkpoint: folder of the checkpoint.
         argument: name of the argument, for the error message.
+        needed: called with the name of a file; returns whether to check it. Default: all files.
 
     Raises:
-        ArgumentError: it is not, or lacks one of its files.
+        ArgumentError: they are not, or one is missing; the checkpoint is unfinished.
+        FormatError: a newer version of kalmix wrote the checkpoint.
     """
-    damage = find_damage(checkpoint)
+    files, damage = _read_files(checkpoint)
+    files = {name: fingerprint for name, fingerprint in files.items() if needed(name)}
+    missing = _missing(checkpoint, files)
+    damage = damage or (f"{missing} is missing" if missing else _find_damaged(checkpoint, files))
     if damage is not None:
         raise ArgumentError(argument, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
 
@@ -220,25 +225,44 @@ def find_damage(checkpoint: Path, processes: int | None = None) -> str | None:
     Raises:
         ArgumentError, FormatError: as `newest_checkpoint`.
     """
+    files, damage = _read_files(checkpoint)
+    if damage is not None:
+        return damage
+    missing = _missing(checkpoint, files)
+    if missing:
+        got = f"{str(checkpoint)!r}, which lacks {missing}"
+        hint = "Delete that folder to resume from an earlier checkpoint"
+        raise ArgumentError("checkpoint", got=got, expected="a complete checkpoint", hint=hint)
+    saved_processes = read_json(checkpoint / MANIFEST_FILE)["processes"]
+    if processes not in (None, saved_processes):
+        expected = f"{saved_processes}, the number that saved {str(checkpoint)!r}"
+        raise ArgumentError("processes", got=processes, expected=expected)
+    return _find_damaged(checkpoint, files)
+
+
+def _read_files(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the size and CRC-32 of each file by the manifest, and a description of damage to the manifest, if any."""
     if not (checkpoint / MANIFEST_FILE).exists():
-        return f"it is unfinished ({MANIFEST_FILE} is missing)"
+        return {}, f"it is unfinished ({MANIFEST_FILE} is missing)"
     try:
         manifest = read_json(checkpoint / MANIFEST_FILE)
         check_format(manifest, checkpoint / MANIFEST_FILE, oldest=3)
-        files, saved_processes = dict(manifest["files"]), manifest["processes"]
+        files, _ = dict(manifest["files"]), manifest["processes"]
         dict(manifest["inputs"])
         manifest.get("recipe", {}).items()
     except FormatError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{MANIFEST_FILE} is damaged ({error})"
-    missing = [name for name in files if not (checkpoint / name).is_file()]
-    if missing:
-        got = f"{str(checkpoint)!r}, which lacks {', '.join(missing)}"
-        hint = "Delete that folder to resume from an earlier checkpoint"
-        raise ArgumentError("checkpoint", got=got, expected="a complete checkpoint", hint=hint)
-    if processes not in (None, saved_processes):
-        expected = f"{saved_processes}, the number that saved {str(checkpoint)!r}"
-        raise ArgumentError("processes", got=processes, expected=expected)
+        return {}, f"{MANIFEST_FILE} is damaged ({error})"
+    return files, None
+
+
+def _missing(checkpoint: Path, files: Iterable[str]) -> str:
+    """Return the names of missing files, for a message."""
+    return ", ".join(name for name in files if not (checkpoint / name).is_file())
+
+
+def _find_damaged(checkpoint: Path, files: Mapping[str, Any]) -> str | None:
+    """Return a clause that names the files that differ from the manifest; `None` if all are intact."""
     damaged = [name for name, fingerprint in files.items() if _fingerprint(checkpoint / name) != fingerprint]
     return f"{', '.join(damaged)} {'is' if len(damaged) == 1 else 'are'} damaged" if damaged else None

@@ -134,6 +134,11 @@ def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text, excluded: 
         )
 
 
+def is_utf16(data: bytes) -> bool:
+    """Return whether data begin with a byte-order mark of UTF-16, as some programs of Windows write it."""
+    return data[:2] in (b"\xff\xfe", b"\xfe\xff")
+
+
 def _decode(file: Path) -> str:
     try:
         text = file.read_bytes().decode("utf-8-sig")
@@ -141,7 +146,8 @@ def _decode(file: Path) -> str:
         got = f"{str(file)!r}, which cannot be read ({error.strerror})"
         raise ArgumentError("text", got=got, expected=_EXPECTED) from None
     except UnicodeDecodeError as error:
-        got = f"{str(file)!r}, which is not UTF-8 (byte {error.start})"
+        form = "UTF-16" if is_utf16(error.object) else f"not UTF-8 (byte {error.start})"
+        got = f"{str(file)!r}, which is {form}"
         raise ArgumentError("text", got=got, expected=_EXPECTED) from None
     if "\0" in text:
         raise ArgumentError("text", got=f"{str(file)!r}, which is binary", expected=_EXPECTED)

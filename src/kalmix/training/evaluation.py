@@ -91,10 +91,11 @@ def evaluate(run: Run, progress: ProgressFn = lambda stage, done: None) -> Evalu
         >>> from kalmix.training import Recipe
         >>> from kalmix.training.evaluation import evaluate
         >>> from kalmix.training.run import train
+        >>> Path("corpus").mkdir()
         >>> for n in range(20):
-        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        ...     _ = Path(f"corpus/{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
         >>> sizes = {"vocab_size": 260, "hidden_size": 8, "seq_len": 16, "batch_size": 2}
-        >>> result = evaluate(train(Recipe(text=".", layers=("kla",), steps=2, **sizes), Path("run")))
+        >>> result = evaluate(train(Recipe(text="corpus", layers=("kla",), steps=2, **sizes), Path("run")))
         >>> result.steps, result.bits_per_byte > 3  # 2 steps teach it nothing
         (2, True)
     """

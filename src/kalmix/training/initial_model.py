@@ -14,7 +14,7 @@ with optional_imports():
     from kalmix.models.configuration import CONFIG_FIELDS
 
 from kalmix.errors import ArgumentError
-from kalmix.training.model_folder import ModelFolder, find_model
+from kalmix.training.model_folder import ModelFolder, find_intact_model
 from kalmix.training.recipe import Recipe
 
 
@@ -44,12 +44,9 @@ def find_weights(initial: str) -> ModelFolder:
         initial: as in `Recipe.initial`.
 
     Raises:
-        ArgumentError: as `find_model`; the folder holds no model.
+        ArgumentError: as `find_intact_model`.
     """
-    found = find_model(Path(initial), "initial")
-    if not (found.weights / "config.json").is_file():
-        raise ArgumentError("initial", got=f"{initial!r}, which holds no model", expected="a run or a model folder")
-    return found
+    return find_intact_model(Path(initial), "initial")
 
 
 def load_weights(model: KalmixForCausalLM, initial: str, vocabulary: Mapping[str, int]) -> None:

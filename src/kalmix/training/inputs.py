@@ -41,7 +41,7 @@ def load(output: Path) -> Digests | None:
         raise ArgumentError("run", got=got, expected="the folder of a run", hint=hint) from None
 
 
-def check(current: Digests, saved: Mapping[str, str], since: str, purpose: str) -> None:
+def check(current: Digests, saved: Mapping[str, str], since: str, purpose: str, hint: str = "") -> None:
     """Check that text and tokenizer have not changed.
 
     Args:
@@ -49,13 +49,16 @@ def check(current: Digests, saved: Mapping[str, str], since: str, purpose: str) 
         saved: digests that were saved.
         since: time of saving, for the error message, such as "when 'runs/mine' was trained".
         purpose: reason for the check, such as "to resume the run".
+        hint: advice for the error message.
 
     Raises:
         ArgumentError: the text or the tokenizer has changed.
     """
     for name, digest in current.items():
         if saved.get(name) != digest:
-            raise ArgumentError(name, problem=f"is not the same as {since}", expected=f"unchanged data {purpose}")
+            raise ArgumentError(
+                name, problem=f"is not the same as {since}", expected=f"unchanged data {purpose}", hint=hint
+            )
 
 
 def _digest(*parts: bytes) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kalmix.errors import ArgumentError
-from kalmix.training.checkpoints import find_checkpoint, is_checkpoint, run_of
+from kalmix.training.checkpoints import check_intact, find_checkpoint, is_checkpoint, run_of
 from kalmix.training.recipe import HISTORY, RECIPE_FILE, Recipe, resume_command
 
 _SHARDED = "pytorch_model_fsdp*"  # pieces of weights; PyTorch can read them only by unpickling, which may run code
@@ -31,6 +31,22 @@ class ModelFolder(NamedTuple):
         return sorted((path for path in found if path.exists()), key=lambda path: path.name)
 
 
+def find_intact_model(path: Path, argument: str = "model") -> ModelFolder:
+    """Return the folders of a model, as `find_model`. Configuration and weights of a checkpoint are read and checked.
+
+    Args:
+        path: see `find_model`.
+        argument: name of the argument, for error messages.
+
+    Raises:
+        ArgumentError: as `find_model`, or configuration or weights of a checkpoint are damaged.
+    """
+    found = find_model(path, argument)
+    if is_checkpoint(path):
+        check_intact(found.weights, argument, lambda name: name == "config.json" or ".safetensors" in name)
+    return found
+
+
 def find_model(path: Path, argument: str = "model") -> ModelFolder:
     """Return the folders of a model.
 
@@ -39,8 +55,8 @@ def find_model(path: Path, argument: str = "model") -> ModelFolder:
         argument: name of the argument, for error messages.
 
     Raises:
-        ArgumentError: the folder is missing; it is a run that was stopped before it saved its model; there is no such
-            checkpoint, or its weights are in pieces.
+        ArgumentError: the folder is missing or holds no model; it is a run that was stopped before it saved its model;
+            there is no such checkpoint, or its weights are in pieces.
     """
     if is_checkpoint(path):
         checkpoint = find_checkpoint(path, argument)
@@ -56,6 +72,10 @@ def find_model(path: Path, argument: str = "model") -> ModelFolder:
     is_run = (run / RECIPE_FILE).exists() and found in (run, run / "model")
     if is_run and not (run / HISTORY).exists() and not (found / "config.json").exists():
         raise unfinished_run(argument, f"is {str(path)!r}, a run that is not finished and has saved no model", run)
+    if not (found / "config.json").exists():
+        raise ArgumentError(
+            argument, got=f"{str(path)!r}, which holds no model (config.json is missing)", expected=_EXPECTED
+        )
     return ModelFolder(found, found)
 
 

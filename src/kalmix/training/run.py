@@ -21,7 +21,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,7 @@ with optional_imports():
     from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback, set_seed
     from transformers.integrations import get_available_reporting_integrations
 
-    from kalmix.training.shards.mixture import equal_fractions, folder_weights, fractions
-
-from kalmix.errors import ArgumentError, FileError, abbreviate, any_of
+from kalmix.errors import ArgumentError, FileError, any_of
 from kalmix.files import disk_errors, lock_folder, read_json, sync_tree, write_text
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import inputs
@@ -47,8 +45,6 @@ from kalmix.training.checkpoints import (
     check_step_size,
     list_checkpoints,
     newest_checkpoint,
-    read_input_digests,
-    read_settings,
     remove_checkpoints,
     run_of,
 )
@@ -57,6 +53,7 @@ from kalmix.training.initial_model import build, load_weights
 from kalmix.training.peers import peer_errors, peer_has_ended, watched_peers
 from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe, resume_command
 from kalmix.training.run_data import ShardSource, TextSource, open_source
+from kalmix.training.same_run import check_same_data, check_same_recipe, with_saved_order
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
 from kalmix.validation import check_bool
@@ -134,13 +131,13 @@ def train(
         recipe: settings. To resume a run, pass its settings, `Recipe.load(output)`; those in
             `kalmix.training.recipe.CHANGEABLE` may differ, and recipe.json is then rewritten. Checkpoints store the
             settings, so that a recipe.json that was edited is refused.
-        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. In a
-            folder `recipe.text`, the run's own files would change the text, so that it cannot be resumed. The run
-            writes `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and,
-            until it is finished, `checkpoints/`.
+        output: folder of the run, a path or a string; created if missing. It may contain other files, but no run. It
+            must not be inside a folder `recipe.text`: the run's own files would change the text. The run writes
+            `recipe.json`, `inputs.json`, `history.json`, `model/` (model and tokenizer), `tensorboard/` and, until it
+            is finished, `checkpoints/`.
         resume: continue the run in `output` from its newest intact checkpoint. Unfinished checkpoints, and those with
-            damaged files, are skipped with a warning. Without an intact checkpoint, or without a run, training starts
-            from the beginning.
+            damaged files, are skipped with a warning. A run that was stopped before its first checkpoint, or no run,
+            starts from the beginning.
         branch_from: begin at a checkpoint of another run, with its optimizer, random state and position in the data:
             RUN/checkpoint-N, or RUN for its newest intact checkpoint. `recipe` has the settings of that run, except for
             those in `kalmix.training.recipe.BRANCHED` and `CHANGEABLE`. Neither the run nor the branch may be in its
@@ -156,10 +153,11 @@ def train(
         ArgumentError: an argument has another type; an integration in `recipe.report_to` is unknown or not installed;
             the text or the shards cannot be read or are too short; a layer, a size or the number of processes is not
             accepted; weights of `recipe.initial` do not fit; `torch.compile` fails; training diverges (the loss is no
-            longer finite); `output` is a file, or holds a run (without `resume`) or a finished one (with it); another
-            process trains into `output`. With `resume`: the data, the tokenizer, a setting or, without
-            `recipe.batch_tokens`, the number of processes is not that of the checkpoint, or a checkpoint lacks a file.
-            With `branch_from`: there is no such checkpoint, or the branch cannot begin there.
+            longer finite); `output` is a file, is inside the text, or holds a run (without `resume`) or a finished one
+            (with it); another process trains into `output`. With `resume`: the data, the tokenizer, a setting or,
+            without `recipe.batch_tokens`, the number of processes is not that of the checkpoint; a checkpoint lacks a
+            file, or none of them is intact. With `branch_from`: there is no such checkpoint, or the branch cannot begin
+            there.
         OSError: a file cannot be written, for example on a full disk; names the path. `ConnectionError`: another
             process of the run has ended.
 
@@ -167,10 +165,11 @@ def train(
         >>> from pathlib import Path
         >>> from kalmix.training import Recipe
         >>> from kalmix.training.run import train
+        >>> Path("corpus").mkdir()
         >>> for n in range(20):
-        ...     _ = Path(f"{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
+        ...     _ = Path(f"corpus/{n}.txt").write_text(f"Document {n}: " + "a filter is a recurrence. " * 9)
         >>> sizes = {"vocab_size": 260, "hidden_size": 8, "seq_len": 16, "batch_size": 2}
-        >>> run = train(Recipe(text=".", layers=("kla",), steps=2, **sizes), Path("run"))
+        >>> run = train(Recipe(text="corpus", layers=("kla",), steps=2, **sizes), Path("run"))
         >>> run.finished, run.steps
         (True, 2)
     """
@@ -180,7 +179,10 @@ def train(
     output = Path(broadcast_object_list([str(output)])[0])
     if output.exists() and not output.is_dir():
         raise ArgumentError("output", got=f"{str(output)!r}, which is a file", expected="a folder")
+    _check_outside_text(recipe, output)
     set_seed(recipe.seed)
+    if resume or branch_from is not None:
+        recipe = with_saved_order(recipe, output if branch_from is None else run_of(Path(branch_from)))
     source = open_source(recipe)
     with (
         lock_folder(output) if state.is_main_process else nullcontext(),
@@ -212,28 +214,14 @@ def _check_arguments(recipe: object, output: object, *, resume: bool, branch_fro
             raise ArgumentError("report_to", got=got, expected=any_of(["all", *installed]))
 
 
-def _check_same_recipe(recipe: Recipe, checkpoint: Path, purpose: str, changeable: Sequence[str] = CHANGEABLE) -> None:
-    """Check that settings are those with which a checkpoint was saved, except for `changeable` ones."""
-    given, saved = (json.loads(json.dumps(asdict(x))) for x in (recipe, read_settings(checkpoint)))
-    changed = [name for name in saved if name not in changeable and given[name] != saved[name]]
-    if not changed:
+def _check_outside_text(recipe: Recipe, output: Path) -> None:
+    """Check that the files of a run do not become part of its text. Hidden folders are not read as text."""
+    if recipe.text is None or not output.resolve().is_relative_to(text := Path(recipe.text).resolve()):
         return
-    first, *others = changed
-    values, wanted = ({name: abbreviate(repr(x[name])) for name in changed} for x in (given, saved))
-    problem = ", ".join([f"is {values[first]}", *(f"`{name}` is {values[name]}" for name in others)])
-    expected = ", ".join(f"`{name}` {wanted[name]}" for name in changed) if others else wanted[first]
-    file = str(run_of(checkpoint) / RECIPE_FILE)
-    hint = f"If {file!r} was edited, change it back; `Recipe.load` then returns the settings"
-    raise ArgumentError(first, problem=problem, expected=f"{expected}, as in the run to {purpose}", hint=hint)
-
-
-def _check_same_weights(recipe: Recipe, saved: Recipe) -> None:
-    """Check that shards, which may have new paths, have the weights of the run to resume."""
-    if recipe.shards is None or saved.shards is None or equal_fractions(*map(fractions, (recipe.shards, saved.shards))):
-        return
-    given, expected = (list(folder_weights(x.shards).values()) for x in (recipe, saved))
-    hint = "Only a branch (`--branch-from`) may have other weights"
-    raise ArgumentError("shards", problem=f"have the weights {given}", expected=f"{expected}", hint=hint)
+    if not any(name.startswith(".") for name in output.resolve().relative_to(text).parts):
+        got = f"{str(output)!r}, which is inside the text {recipe.text!r}"
+        hint = "The files of the run would change the text"
+        raise ArgumentError("output", got=got, expected="a folder outside it (`--output`)", hint=hint)
 
 
 def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | ShardSource) -> Recipe:
@@ -243,7 +231,7 @@ def _branch(recipe: Recipe, output: Path, start: Path, source: TextSource | Shar
     with quiet, state.main_process_first():
         if state.is_main_process:
             checkpoint = find_start(start)
-            _check_same_recipe(recipe, checkpoint, "branch from", (*CHANGEABLE, *BRANCHED))
+            check_same_recipe(recipe, checkpoint, "branch from", (*CHANGEABLE, *BRANCHED))
             _check_new(output)
             if isinstance(source, ShardSource):
                 source.check_rows()
@@ -258,10 +246,8 @@ def _train(
     state = process_state()
     checkpoint = _checkpoint(recipe, output, state, resume=resume)
     if checkpoint is not None:
-        _check_same_recipe(recipe, checkpoint, "resume")
-        _check_same_weights(recipe, read_settings(checkpoint))
-        when = f"when {str(checkpoint)!r} was saved"
-        inputs.check(source.digests(output), read_input_digests(checkpoint), when, "to resume the run")
+        check_same_recipe(recipe, checkpoint, "resume")
+        check_same_data(recipe, source.digests(output), checkpoint)
     with state.main_process_first():
         fresh = state.is_main_process and checkpoint is None
         tokenizer = source.tokenizer(output / "model", fresh=fresh)
@@ -335,12 +321,13 @@ def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bo
     checkpoint = newest_checkpoint(checkpoints)
     if checkpoint is None and resume:
         check_has_begun(output)
+        if list_checkpoints(checkpoints) or (output / HISTORY).exists():
+            got, hint = f"{str(output)!r}, which holds no intact checkpoint", "A new folder starts from the beginning"
+            raise ArgumentError("output", got=got, expected="a run that can be resumed", hint=hint)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
-        found = list_checkpoints(checkpoints)
-        problem = "holds no intact checkpoint" if found else "was stopped before its first checkpoint"
         warnings.warn(
-            f"the run in {output} {problem}, so it starts from the beginning. After its next checkpoint, "
-            f"`{resume_command(recipe, output)}` continues from there",
+            f"the run in {output} was stopped before its first checkpoint, so it starts from the beginning. After its "
+            f"next checkpoint, `{resume_command(recipe, output)}` continues from there",
             stacklevel=2,
         )
     return checkpoint

@@ -107,6 +107,7 @@ DAMAGE = {
     "half a zst": ("a.jsonl.zst", cut(zstd(MANY)), "cannot be read (Truncated compressed stream)", None),
     "no zst": ("a.jsonl.zst", GOOD, "which cannot be read", 0),
     "text of latin-1": ("a.txt", b"caf\xe9", "which is not UTF-8 (byte 3)", 0),
+    "text of Windows": ("a.txt", "caf\xe9".encode("utf-16"), "which is UTF-16 in place of UTF-8", 0),
     "binary": ("a.txt", b"a\0b", "which is binary", 0),
     "half a gz text": ("a.md.gz", cut(gzip.compress(MANY)), "whose compressed data is damaged", 0),
 }

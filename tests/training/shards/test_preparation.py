@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from kalmix import ArgumentError
 from kalmix.training.corpus import train_tokenizer
 from kalmix.training.data import wrap_tokenizer
-from kalmix.training.shards import DatasetOptions, Manifest, Preparation, prepare, tokenize_part
+from kalmix.training.shards import DatasetOptions, Manifest, Preparation, Shards, prepare, tokenize_part
 from kalmix.training.shards.manifest import MANIFEST, TOKEN_DTYPES
 from kalmix.training.shards.tokenizer import make_encoder
 
@@ -108,6 +108,22 @@ def test_any_fast_tokenizer_is_used_unchanged(bos: str | None, corpus: Path, tmp
     assert manifest.bos_id == tokenizer.convert_tokens_to_ids(bos or END)
     if bos is None:
         assert read_documents(tmp_path / "s", manifest, "train") == texts(300)
+
+
+@pytest.mark.parametrize(("last", "unknown"), [(7, "?"), (1 << 16, "?"), (7, None)])
+def test_ids_of_a_tokenizer_may_have_gaps(last: int, unknown: str | None, corpus: Path, tmp_path: Path) -> None:
+    tokenizer = Tokenizer(models.WordLevel({END: 0, "?": 2, "filter": last}, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    wrap_tokenizer(tokenizer).save_pretrained(tmp_path / "t")
+    settings = Preparation(str(corpus), str(tmp_path / "t"), held_out=0)
+    if unknown is None:
+        message = r"`tokenizer` cannot encode a text of the source \(WordLevel error: Missing .*; expected one that"
+        with pytest.raises(ArgumentError, match=message):
+            prepare(settings, tmp_path / "s")
+        return
+    manifest = prepare(settings, tmp_path / "s")
+    assert (manifest.vocab_size, manifest.dtype) == (last + 1, "uint16" if last == 7 else "uint32")
+    assert int(Shards(tmp_path / "s").window(0, manifest.count("train", "tokens")).max()) == last
 
 
 def test_large_vocabularies_have_32_bits(corpus: Path, tmp_path: Path) -> None:
@@ -296,6 +312,7 @@ MISTAKES = {
     "held out": (None, "{text} --held-out 1", "`held_out` is 1.0; expected a fraction of at least 0 and below 1"),
     "workers": (None, "{text} --workers -1", "`workers` is -1; expected a positive integer"),
     "no workers": (None, "{text} --workers 0", "`workers` is 0; expected a positive integer"),
+    "empty name": (None, "hf:", "`source` is 'hf:' without a name; expected a folder or file"),
     "empty source": (None, "--column a =", "`source` is empty"),
     "empty output": (None, "{text} --output=", "`output` is empty"),
     "output is a file": (Path.touch, "{text} --output {path}", "`output` is '{path}', which is a file"),

@@ -10,7 +10,16 @@ import datasets
 import pytest
 
 from kalmix import ArgumentError
-from kalmix.training.shards import DatasetOptions, Manifest, Preparation, Shards, prepare, token_limit, tokenize_part
+from kalmix.training.shards import (
+    DatasetOptions,
+    Manifest,
+    Preparation,
+    Shards,
+    prepare,
+    sources,
+    token_limit,
+    tokenize_part,
+)
 
 from .conftest import shard_files, texts, write_corpus
 from .test_preparation import Killed, read_documents
@@ -132,6 +141,21 @@ def test_an_output_inside_the_source_is_left_out_by_any_path(
         assert manifest.count("train", "documents") == 3
 
 
+@pytest.mark.parametrize("source", ["b", "b/*.txt", "b/c", "[b]"])
+@pytest.mark.parametrize("output", [".", "b"])
+def test_an_output_that_holds_the_source_is_refused(
+    source: str, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("b/c"), ["a document"])
+    Path("b/a.txt").write_text("another")
+    message = (
+        rf"`output` is '{(tmp_path / output).resolve()}', which holds the source '.*b.*'; expected a folder without"
+    )
+    with pytest.raises(ArgumentError, match=message):
+        prepare(Preparation(source, vocab_size=257), output)
+
+
 def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "b", texts(30))
     (folder / "licences.json").write_text('[{"licence": "MIT"}]')
@@ -227,6 +251,18 @@ def test_links_inside_one_source_are_read(tmp_path: Path) -> None:
         settings = Preparation((str(source), str(tmp_path / "b.txt")), vocab_size=260, held_out=0)
         manifest = prepare(settings, tmp_path / f"{number}")
         assert read_documents(tmp_path / f"{number}", manifest, "train") == [*texts(20), texts(20)[3], "other words"]
+
+
+@pytest.mark.parametrize("pattern", ["b/*/../*.txt", "b/[cd]/..", "[bl]*/*.txt", "[bl]*", "b/**/../*.txt", "[l-m]*/"])
+def test_a_pattern_reads_each_file_once(pattern: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("b"), texts(3))
+    Path("b/c").mkdir()
+    Path("b/d").mkdir()
+    for name in ("link", "more"):
+        Path(name).symlink_to("b")
+    source = sources.open_source([pattern], "text", exclude=tmp_path / "s", dataset=DatasetOptions())
+    assert [document.text for part in source.parts() for _, document in source.read(part)] == texts(3)
 
 
 def test_wrong_types_are_refused() -> None:

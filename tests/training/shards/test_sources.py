@@ -228,6 +228,61 @@ def test_a_wrong_column_names_the_columns_and_does_not_block_another(
     assert read_documents(tmp_path / "s", Manifest.load(tmp_path / "s"), "train") == texts(30)
 
 
+@pytest.fixture(scope="session")
+def nested(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a dataset of nested rows, one of which has no object, in several formats."""
+    folder = tmp_path_factory.mktemp("nested")
+    rows: list[dict[str, Any]] = [{"id": n, "meta": {"text": str(n), "in": {"a.b": f"-{n}"}}} for n in range(3)]
+    dataset = datasets.Dataset.from_list([*rows, {"id": 3, "meta": None}])
+    dataset.to_json(folder / "a.jsonl")
+    dataset.to_parquet(folder / "a.parquet")
+    dataset.save_to_disk(folder / "a")
+    (folder / "a.json").write_text(json.dumps(rows[0] | {"end": "\n"}, indent=1))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json", "hf:a", "stream"])
+def test_a_dot_leads_into_an_object(name: str, nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(nested)
+    options = DatasetOptions(stream=name == "stream")
+
+    def read(column: str) -> list[documents.Document]:
+        path = "hf:a" if name == "stream" else name
+        source = sources.open_source([path], column, exclude=tmp_path, dataset=options)
+        return [document for part in source.parts() for _, document in source.read(part)]
+
+    count = 1 if name == "a.json" else 3
+    nothing = [""] * (count > 1)  # a row whose object is null is an empty document
+    for column, sign in (("meta.text", ""), ("meta.in.a.b", "-")):
+        assert [x.text for x in read(column)] == [f"{sign}{n}" for n in range(count)] + nothing
+    if name == "a.json":
+        assert read("meta.body")[0].left_out  # as any object without a text
+        return
+    message = "holds an object with 'text', 'in.a.b' in place of a text"
+    assert message in str(read("meta")[0].damage)
+    for column in ("text", "meta.body", "meta.text.more"):
+        try:
+            message = str(read(column)[0].damage)
+        except ArgumentError as error:
+            message = str(error)
+        assert "'id', 'meta.text', 'meta.in.a.b'" in message
+
+
+def test_a_column_whose_name_has_a_dot_is_preferred(tmp_path: Path) -> None:
+    row = {"a": {"b": "nested"}, "a.b": "flat"}
+    datasets.Dataset.from_list([row]).to_parquet(tmp_path / "a.parquet")
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    for kind, stop in (("parquet", 1), ("jsonl", 99)):
+        found = read_slice(FileSlice(str(tmp_path / f"a.{kind}"), kind, 0, stop), "a.b")  # type: ignore[arg-type]
+        assert [x.text for x in found] == ["flat"]
+
+
+def test_names_of_a_deep_row_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"a":' * 400 + "1" + "}" * 400)
+    (found,) = read_slice(FileSlice(str(tmp_path / "a.jsonl"), "jsonl", 0, 1), "text")
+    assert found.damage == "whose line 1 lacks the column 'text'; it has 'a.a.a.a'"
+
+
 def test_a_row_without_the_column_among_others_is_damage(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(GOOD + b'{"body": "a"}\n')
     with pytest.raises(ArgumentError, match=r"whose line 2 lacks the column 'text'; it has 'body'.*--skip-damaged"):

@@ -19,7 +19,8 @@ from typing import IO, Any, Literal, NamedTuple
 from kalmix._extras import optional_imports
 from kalmix.errors import FileError
 from kalmix.files import check_regular
-from kalmix.training.corpus import is_text
+from kalmix.training.corpus import is_text, is_utf16
+from kalmix.training.shards.columns import COLUMN_HINT, MISSING, column_path, names, read_column
 from kalmix.training.shards.json_values import json_form, json_values
 
 Kind = Literal["text", "json", "jsonl", "parquet"]  # "json": JSON lines, an array or an object
@@ -28,7 +29,6 @@ MAX_LINE = 1 << 28  # bytes of a line of JSON
 _ROWS = 64  # of a Parquet file that are decoded at once
 _COMPRESSED = {".gz", ".xz", ".zst"}
 _LICENCES = "licences.json"  # written beside the texts by `kalmix_bench.datasets.package_texts`
-_COLUMN_HINT = "`column` (`--column`) names the column that holds the text"
 
 
 class Document(NamedTuple):
@@ -146,12 +146,17 @@ def from_value(value: Any, position: int, place: str) -> Document:
     """Return the document of a value in a column: a string, or `None`, which is an empty document.
 
     Args:
-        value: the value.
+        value: the value, or `MISSING`.
         position: see `Document`.
         place: beginning of the clause on damage, such as "whose line 3".
     """
     if value is None:
         return Document("", b"", position)
+    if value is MISSING:
+        return _damage(f"{place} lacks the column", position, COLUMN_HINT)
+    if isinstance(value, dict):
+        clause = f"{place} holds an object with {names(value)} in place of a text"
+        return _damage(clause, position, COLUMN_HINT)
     if not isinstance(value, str):
         return _damage(f"{place} holds a {type(value).__name__} in place of a text", position)
     try:
@@ -185,6 +190,9 @@ def _read_text(part: FileSlice, _: str) -> Iterator[Document]:
     with _open(part.path) as (file, raw):
         rest, first = b"", True
         while data := rest + file.read(MAX_DOCUMENT - len(rest)):
+            if first and is_utf16(data):
+                yield _damage("which is UTF-16 in place of UTF-8", raw.tell())
+                return
             if first:
                 data, first = data.removeprefix(b"\xef\xbb\xbf"), False
             cut = len(data) if len(data) < MAX_DOCUMENT else _cut(data)
@@ -219,10 +227,10 @@ def _read_json(part: FileSlice, column: str) -> Iterator[Document]:
         return
     if part.start:  # the first range has all
         return
-    hint, number = _COLUMN_HINT, 0
+    hint, number = COLUMN_HINT, 0
     with _open(part.path) as (file, raw):
         for number, row in enumerate(json_values(io.TextIOWrapper(file, "utf-8-sig", newline="")), 1):
-            table = isinstance(row, dict) and (form == "array" or isinstance(row.get(column), str))
+            table = isinstance(row, dict) and (form == "array" or isinstance(read_column(row, column), str))
             if number == 1 and not table:
                 kind = f"one JSON object without a text in the column {column!r}"
                 kind = kind if form == "object" else "a JSON array without objects"
@@ -235,7 +243,7 @@ def _read_json(part: FileSlice, column: str) -> Iterator[Document]:
 
 def _read_lines(part: FileSlice, column: str) -> Iterator[Document]:
     whole = part.start == 0
-    hint = _COLUMN_HINT  # until a row has the column
+    hint = COLUMN_HINT  # until a row has the column
     with _open(part.path) as (file, raw):
         offset = part.start
         if offset:
@@ -286,15 +294,10 @@ def _from_row(row: Any, position: int, place: str, column: str) -> Document:
     """Return the document in a column of a JSON object."""
     if not isinstance(row, dict):
         return _damage(f"{place} holds a {type(row).__name__} in place of an object", position)
-    if column not in row:
-        return _damage(f"{place} lacks the column {column!r}; it has {names(row)}", position, _COLUMN_HINT)
-    return from_value(row[column], position, place)
-
-
-def names(columns: Any) -> str:
-    """Return the names of columns for a message."""
-    found = [repr(name) for name in columns]
-    return ", ".join(found[:8]) + (", ..." if len(found) > 8 else "") if found else "none"
+    value = read_column(row, column)
+    if value is MISSING:
+        return _damage(f"{place} lacks the column {column!r}; it has {names(row)}", position, COLUMN_HINT)
+    return from_value(value, position, place)
 
 
 def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
@@ -303,9 +306,10 @@ def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
         import pyarrow.parquet
     try:
         with pyarrow.parquet.ParquetFile(part.path) as file:
-            if column not in file.schema_arrow.names:
-                clause = f"which lacks the column {column!r}; it has {names(file.schema_arrow.names)}"
-                yield _damage(clause, 0, _COLUMN_HINT)
+            schema = _fields(file.schema_arrow)
+            if column_path(schema, column) is None:
+                clause = f"which lacks the column {column!r}; it has {names(schema)}"
+                yield _damage(clause, 0, COLUMN_HINT)
                 return
             groups = range(part.start, part.stop)
             sizes = [file.metadata.row_group(group).total_byte_size for group in groups]
@@ -313,13 +317,21 @@ def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
             for group, size in zip(groups, sizes, strict=True):
                 row = 0
                 for batch in file.iter_batches(_ROWS, row_groups=[group], columns=[column]):
-                    for value in batch.column(0).to_pylist():
+                    for values in batch.to_pylist():  # other columns too, if their names begin so
                         row += 1
                         position = done + size * row // max(1, file.metadata.row_group(group).num_rows)
-                        yield from_value(value, position, f"whose row {row} of row group {group}")
+                        place = f"whose row {row} of row group {group}"
+                        yield from_value(read_column(values, column), position, place)
                 done += size
     except pyarrow.ArrowException as error:
         yield _damage(f"which is no intact Parquet file ({str(error).splitlines()[0]})", 0)
+
+
+def _fields(columns: Any) -> dict[str, Any]:
+    """Return the columns of a schema of pyarrow, or the fields of a struct, by name: a dict for a struct."""
+    with optional_imports():
+        import pyarrow
+    return {x.name: _fields(x.type) if pyarrow.types.is_struct(x.type) else x.type for x in columns}
 
 
 def row_groups(path: str) -> list[int]:

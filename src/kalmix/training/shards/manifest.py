@@ -68,7 +68,7 @@ class Manifest:
         settings: settings of `prepare`.
         tokenizer: name of the tokenizer, or "trained on the source".
         tokenizer_sha256: hash of tokenizer.json.
-        vocab_size: number of tokens of the tokenizer.
+        vocab_size: number of ids of the tokenizer, gaps included.
         bos_id: token that begins each document.
         dtype: "uint16" or "uint32".
         licences: licences of the source, or of each source by its name, as given.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, disk_errors, lock_folder, read_json, write_text
 from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Licences, Manifest
-from kalmix.training.shards.sources import EXPECTED, DatasetOptions, Part, Source, open_source
+from kalmix.training.shards.sources import DATASET, EXPECTED, DatasetOptions, Part, Source, open_source
 from kalmix.training.shards.token_limit import first_parts, is_done, rounds
 from kalmix.training.shards.tokenize_part import (
     RECORDS,
@@ -65,7 +65,7 @@ class Preparation:
             read in this order.
         tokenizer: folder or name of a fast tokenizer of Hugging Face. Default: a byte-level BPE trained on the source.
         vocab_size: largest vocabulary of a trained BPE, at least 257.
-        column: column that holds the text, except in plain text.
+        column: column that holds the text, except in plain text; `meta.text` is the field `text` of the object `meta`.
         bos: token that begins each document. Default: the tokenizer's token that begins a text, else the one that ends
             it.
         held_out: fraction of the documents to hold out, at least 0 and below 1. A hash of a document's text chooses.
@@ -112,8 +112,9 @@ class Preparation:
         for name in ("tokenizer", "column", "bos"):
             if getattr(self, name) == "":
                 raise ArgumentError(name, got="empty", expected="a name")
-        if "" in self.sources:
-            raise ArgumentError("source", got="empty", expected=EXPECTED)
+        if "" in self.sources or DATASET in self.sources:
+            got = f"{DATASET!r} without a name" if DATASET in self.sources else "empty"
+            raise ArgumentError("source", got=got, expected=EXPECTED)
         if isinstance(self.licences, dict) and set(self.licences) != set(self.sources):
             expected = f"licences of each source ({', '.join(self.sources)})"
             raise ArgumentError("licences", got=repr(self.licences), expected=expected)

@@ -6,7 +6,7 @@ The division depends on the source alone, so that the shards are the same for an
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from glob import glob, has_magic
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from kalmix._extras import optional_imports
 from kalmix.errors import ArgumentError
 from kalmix.training.corpus import walk_files
+from kalmix.training.shards.columns import column_path, names, read_column
 from kalmix.training.shards.documents import (
     Document,
     FileSlice,
@@ -24,7 +25,6 @@ from kalmix.training.shards.documents import (
     file_kind,
     from_value,
     is_compressed,
-    names,
     read_slice,
     row_groups,
 )
@@ -81,8 +81,8 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         dataset: options of all datasets.
 
     Raises:
-        ArgumentError: there is no such file or folder, it holds no file that can be read, two names lead to one file,
-            or `datasets` fails.
+        ArgumentError: there is no such file or folder, it holds no file that can be read, or is inside `exclude`; two
+            names lead to one file, or `datasets` fails.
         ModuleNotFoundError: a package is missing.
     """
     exclude = exclude.resolve()
@@ -99,7 +99,7 @@ def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: Da
         else:
             files = list[SourceFile]()
             for paths in group:
-                more = [file.inside(path) for path in paths for file in _list_files(Path(path), exclude)]
+                more = _once(file.inside(path) for path in paths for file in _list_files(Path(path), exclude))
                 _check_distinct([str(Path(file.name).resolve()) for file in more], seen)
                 files += more
             sources.append(FileSource(str(Path.cwd()), column, tuple(files)))
@@ -122,9 +122,21 @@ def _expand(name: str, exclude: Path) -> list[str]:
         if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
     if not found:
+        for path in matches:
+            _check_outside(Path(path), exclude)
         problem = "matches no text files" if matches else "matches no file"
         raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
+
+
+def _once(files: Iterable[SourceFile]) -> list[SourceFile]:
+    """Return the files of a pattern, each once: folders may match by several paths, such as `b/c/..` or a link."""
+    folder = lru_cache(maxsize=None)(Path.resolve)
+    found = dict[tuple[Path, str], SourceFile]()
+    for file in files:
+        path = Path(file.name)
+        found.setdefault((folder(path.parent), path.name), file)
+    return list(found.values())
 
 
 def _check_distinct(names: Sequence[str], seen: set[str]) -> None:
@@ -155,8 +167,16 @@ def _walk(folder: Path, exclude: Path) -> Iterator[str]:
             yield name
 
 
+def _check_outside(source: Path, output: Path) -> None:
+    """Check that a source is not inside the output folder, which is not searched."""
+    if source.resolve().is_relative_to(output):
+        got = f"{str(output)!r}, which holds the source {str(source)!r}"
+        raise ArgumentError("output", got=got, expected="a folder without the source")
+
+
 def _list_files(path: Path, exclude: Path) -> tuple[SourceFile, ...]:
     if path.is_dir():
+        _check_outside(path, exclude)
         files = sorted(_walk(path, exclude))
     elif path.is_file():
         files = ["."]
@@ -300,7 +320,7 @@ class DatasetSource:
         shard = f" of shard {piece}" if self.options.stream else ""
         for position, row in enumerate(_read_rows(rows, name, first, shard), 1):
             place = f"whose row {first + position - 1}{shard}"
-            yield name, from_value(row[self.column], position, place)
+            yield name, from_value(read_column(row, self.column), position, place)
 
 
 def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[str, Any]]:
@@ -359,17 +379,19 @@ def _load(source: DatasetSource) -> Any:
         saved = Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file()
         if saved and not files:
             dataset: Any = datasets.load_from_disk(source.name)
-            dataset = dataset.to_iterable_dataset(num_shards=_PARTS) if stream else dataset
+            shards = max(1, min(_PARTS, len(dataset)))
+            dataset = dataset.to_iterable_dataset(num_shards=shards) if stream else dataset
         else:
             dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
-        columns = list(dataset.features or next(iter(dataset)))
+        columns: Any = dataset.features or next(iter(dataset))
     except Exception as error:  # of many classes
         problem = f"which `datasets` cannot load ({_first_line(error)})"
         raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None
-    if source.column not in columns:
+    path = column_path(columns, source.column)
+    if path is None:
         got = f"{source.column!r}, which {got} lacks"
         raise ArgumentError("column", got=got, expected=f"one of its columns ({names(columns)})")
-    return dataset.select_columns(source.column)
+    return dataset.select_columns(path[0])
 
 
 def _first_line(error: Exception) -> str:

@@ -25,7 +25,10 @@ _EXPECTED = "a folder or a name of a tokenizer of Hugging Face that has a tokeni
 
 
 class TokenizerFacts(NamedTuple):
-    """Facts about the tokenizer of shards: hash of its tokenizer.json, number of tokens, and first token."""
+    """Facts about the tokenizer of shards: hash of its tokenizer.json, number of ids, and first token.
+
+    Ids may have gaps; all are below `vocab_size`.
+    """
 
     sha256: str
     vocab_size: int
@@ -85,7 +88,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, bos: str | 
     tokenizer.save_pretrained(folder)
     sync_tree(folder)
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    return TokenizerFacts(digest, len(tokenizer), bos_id)
+    return TokenizerFacts(digest, max(tokenizer.get_vocab().values()) + 1, bos_id)
 
 
 @lru_cache(maxsize=1)  # a tokenizer that has encoded a text keeps memory when it is deleted (tokenizers 0.23)
@@ -98,6 +101,8 @@ def make_encoder(folder: Path, sha256: str) -> Callable[[list[str]], Iterator[np
     Args:
         folder: folder with tokenizer.json.
         sha256: its hash. The function for the last folder and hash is kept.
+
+    The function raises ArgumentError if the tokenizer cannot encode a text, such as one without an unknown token.
     """
     with optional_imports():
         from tokenizers import Tokenizer
@@ -109,7 +114,11 @@ def make_encoder(folder: Path, sha256: str) -> Callable[[list[str]], Iterator[np
     def encode(texts: list[str]) -> Iterator[np.ndarray]:
         pieces = [list(_pieces(text)) for text in texts]
         flat = [piece for several in pieces for piece in several]
-        encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        try:
+            encoded = iter(tokenizer.encode_batch_fast(flat, add_special_tokens=False))
+        except Exception as error:  # it raises no other class
+            problem = f"cannot encode a text of the source ({error})"
+            raise ArgumentError("tokenizer", problem=problem, expected="one that encodes any text") from None
         for several in pieces:
             ids = [np.array(next(encoded).ids, np.int64) for _ in several]
             yield np.concatenate(ids) if len(ids) > 1 else ids[0]
