@@ -15,7 +15,8 @@
 #   --rows DIR           folder with the results.jsonl of earlier machines; default bench/results/language
 #   --limit SECONDS      time of this call; default 585
 #   --wait SECONDS       time to wait for pieces that later calls of bench/detach.sh bring; default 0
-#   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised, of the layers behind --layer or of all
+#   --precompile PRESET  compile the kernels of a preset while the corpus is tokenised: of the layers that --layer names, or of
+#                        all layers if a command names none
 #   --python FILE        Python; default python3
 #   --wheels DIR         wheels of packages that the machine lacks; default .whl, if it exists
 # Paths are absolute, or relative to the repository. A call may bring one piece of several: the first calls store theirs and
@@ -63,14 +64,21 @@ leave_unless_all_here() {
 }
 store
 [ "$wait" -gt 0 ] || leave_unless_all_here
-named=() previous=''
-for word in "$@"; do
-  if [ "$previous" = --layer ]; then named+=(--layer "$word"); fi
+named=() previous='' all_named=true
+for word in "$@" --; do
+  if [ "$word" = -- ]; then
+    $all_named || { named=(); break; }
+    all_named=false
+  elif [ "$previous" = --layer ]; then
+    named+=(--layer "$word")
+    all_named=true
+  fi
   previous=$word
 done
+compiled="$precompile ${named[*]}"
 compiling=''
-if [ -n "$precompile" ] && [ ! -f "$work/precompiled" ]; then
-  touch "$work/precompiled"
+if [ -n "$precompile" ] && [ "$(cat "$work/precompiled" 2> /dev/null)" != "$compiled" ]; then
+  echo "$compiled" > "$work/precompiled"
   "$python" -m kalmix_bench.experiments.language.precompile --preset "$precompile" "${named[@]}" > "$out/precompile.log" 2>&1 &
   compiling=$!
 fi

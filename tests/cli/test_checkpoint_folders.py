@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -105,12 +106,14 @@ def test_damaged_checkpoint_is_refused(kalmix, run: Path) -> None:
         ("eval", run / "checkpoint-2", "--suite", "long", "--tasks", "niah_single_1", "--lengths", 512): "model",
         ("pretrain", "kla-45m", "--set", initial, "--dry-run"): "initial",
     }
+    if find_spec("lm_eval") is None:
+        commands = {command: name for command, name in commands.items() if command[0] != "eval"}
     for command, name in commands.items():
         result = kalmix(*command)
         assert result.status == 2 and len(result.errors.splitlines()) == 1
         assert f"`{name}` is '{weights.parent}': model.safetensors is damaged; expected an intact" in result.errors
     weights.unlink()
-    assert "checkpoint-2': model.safetensors is missing" in kalmix("generate", run / "checkpoint-2").errors
+    assert "checkpoint-2': it lacks model.safetensors;" in kalmix("generate", run / "checkpoint-2").errors
     (run / "checkpoints" / "checkpoint-4" / "optimizer.pt").write_bytes(b"")  # generate does not read it
     assert kalmix("generate", run / "checkpoint-4", *GREEDY).status == 0
 

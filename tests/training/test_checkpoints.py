@@ -219,6 +219,14 @@ def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> N
         assert train(recipe, tmp_path, resume=True).finished
 
 
+def test_a_run_without_checkpoints_and_history_starts_again(halted: tuple[Recipe, Path]) -> None:
+    recipe, folder = halted
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "history.json").unlink()
+    with pytest.warns(UserWarning, match="stopped before its first checkpoint"):
+        assert train(recipe, folder, resume=True).finished
+
+
 @pytest.mark.parametrize("damage", ["damaged", "deleted", "also history"])
 def test_a_run_without_an_intact_checkpoint_does_not_start_again(halted: tuple[Recipe, Path], damage: str) -> None:
     recipe, folder = halted

@@ -40,7 +40,9 @@ def prepare(
     vocab_size: Annotated[int, typer.Option(help="Largest vocabulary of a trained BPE.")] = Preparation.vocab_size,
     column: Annotated[
         str,
-        typer.Option(help="Column with the text, in JSON, Parquet and datasets; meta.text is a field of an object."),
+        typer.Option(
+            help="Column with the text, in JSON, Parquet and datasets. A dot selects a field of an object: meta.text."
+        ),
     ] = Preparation.column,
     bos: Annotated[
         str | None, typer.Option(help="Token that begins each document. Default: the tokenizer's own.")

@@ -101,21 +101,22 @@ def remove_checkpoints(folder: Path, keep_steps: int | None) -> None:
 
 
 def check_intact(checkpoint: Path, argument: str, needed: Callable[[str], bool] = lambda name: True) -> None:
-    """Check that a checkpoint, or some of its files, are intact; these files are read.
+    """Check that the files of a checkpoint are intact; reads the files that it checks.
 
     Args:
         checkpoint: folder of the checkpoint.
         argument: name of the argument, for the error message.
-        needed: called with the name of a file; returns whether to check it. Default: all files.
+        needed: called with the name of a file; returns whether to check the file. Default: all files.
 
     Raises:
-        ArgumentError: they are not, or one is missing; the checkpoint is unfinished.
+        ArgumentError: a checked file is damaged or missing, or the checkpoint is unfinished.
         FormatError: a newer version of kalmix wrote the checkpoint.
     """
-    files, damage = _read_files(checkpoint)
-    files = {name: fingerprint for name, fingerprint in files.items() if needed(name)}
-    missing = _missing(checkpoint, files)
-    damage = damage or (f"{missing} is missing" if missing else _find_damaged(checkpoint, files))
+    manifest, damage = _read_manifest(checkpoint)
+    if damage is None:
+        files = {name: fingerprint for name, fingerprint in manifest["files"].items() if needed(name)}
+        missing = _missing(checkpoint, files)
+        damage = f"it lacks {', '.join(missing)}" if missing else _find_damaged(checkpoint, files)
     if damage is not None:
         raise ArgumentError(argument, got=f"{str(checkpoint)!r}: {damage}", expected="an intact checkpoint")
 
@@ -225,41 +226,39 @@ def find_damage(checkpoint: Path, processes: int | None = None) -> str | None:
     Raises:
         ArgumentError, FormatError: as `newest_checkpoint`.
     """
-    files, damage = _read_files(checkpoint)
+    manifest, damage = _read_manifest(checkpoint)
     if damage is not None:
         return damage
-    missing = _missing(checkpoint, files)
-    if missing:
-        got = f"{str(checkpoint)!r}, which lacks {missing}"
+    if missing := _missing(checkpoint, manifest["files"]):
+        got = f"{str(checkpoint)!r}, which lacks {', '.join(missing)}"
         hint = "Delete that folder to resume from an earlier checkpoint"
         raise ArgumentError("checkpoint", got=got, expected="a complete checkpoint", hint=hint)
-    saved_processes = read_json(checkpoint / MANIFEST_FILE)["processes"]
-    if processes not in (None, saved_processes):
-        expected = f"{saved_processes}, the number that saved {str(checkpoint)!r}"
+    if processes not in (None, manifest["processes"]):
+        expected = f"{manifest['processes']}, the number that saved {str(checkpoint)!r}"
         raise ArgumentError("processes", got=processes, expected=expected)
-    return _find_damaged(checkpoint, files)
+    return _find_damaged(checkpoint, manifest["files"])
 
 
-def _read_files(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
-    """Return the size and CRC-32 of each file by the manifest, and a description of damage to the manifest, if any."""
+def _read_manifest(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
+    """Return the manifest of a checkpoint, and a description of its damage: `None` if it has all entries."""
     if not (checkpoint / MANIFEST_FILE).exists():
         return {}, f"it is unfinished ({MANIFEST_FILE} is missing)"
     try:
         manifest = read_json(checkpoint / MANIFEST_FILE)
         check_format(manifest, checkpoint / MANIFEST_FILE, oldest=3)
-        files, _ = dict(manifest["files"]), manifest["processes"]
-        dict(manifest["inputs"])
-        manifest.get("recipe", {}).items()
+        for entries in (manifest["files"], manifest["inputs"], manifest.get("recipe", {})):
+            entries.items()
+        int(manifest["processes"])
     except FormatError:
         raise
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         return {}, f"{MANIFEST_FILE} is damaged ({error})"
-    return files, None
+    return manifest, None
 
 
-def _missing(checkpoint: Path, files: Iterable[str]) -> str:
-    """Return the names of missing files, for a message."""
-    return ", ".join(name for name in files if not (checkpoint / name).is_file())
+def _missing(checkpoint: Path, files: Iterable[str]) -> list[str]:
+    """Return the names of missing files."""
+    return [name for name in files if not (checkpoint / name).is_file()]
 
 
 def _find_damaged(checkpoint: Path, files: Mapping[str, Any]) -> str | None:

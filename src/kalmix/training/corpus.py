@@ -108,6 +108,11 @@ def is_text(name: str) -> bool:
     return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
+def is_hidden(name: str) -> bool:
+    """Return whether `walk_files` leaves out a folder of this name."""
+    return _HIDDEN.match(name) is not None
+
+
 def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text, excluded: Collection[str] = ()) -> Iterator[str]:
     """Yield paths relative to `folder` of its regular files, without hidden ones.
 
@@ -125,7 +130,7 @@ def walk_files(folder: Path, wanted: Callable[[str], bool] = is_text, excluded: 
             raise error
 
     for root, folders, files in os.walk(folder, onerror=fail):
-        folders[:] = [name for name in folders if name not in excluded and not _HIDDEN.match(name)]
+        folders[:] = [name for name in folders if name not in excluded and not is_hidden(name)]
         relative = Path(root).relative_to(folder)
         yield from (
             (relative / name).as_posix()

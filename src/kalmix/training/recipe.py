@@ -53,8 +53,8 @@ class Recipe:
         tokenizer: "bpe" (byte-pair encoding, learned from the training text) or "bytes" (one token per byte). Unused
             with `shards`, which have their own.
         vocab_size: largest vocabulary of "bpe", at least 257. "bytes" always has 257 tokens; it ignores the value,
-            which must be at least 257 nevertheless. With `shards`: number of rows of embedding and head, at least
-            the number of tokens of the shards' tokenizer.
+            which must be at least 257 nevertheless. With `shards`: number of rows of embedding and head, more than
+            the largest id of the shards' tokenizer.
         layers: tuple with one entry per block: a layer's name, or a dict of its options with the name as "mixer",
             such as `{"mixer": "kla", "slots": 8}`; see `KalmixConfig`. `parse_layers` makes one from text.
         hidden_size: width of the residual stream.

@@ -147,7 +147,7 @@ def _parse_setting(setting: str) -> tuple[str, str | None, Any]:
         return key, entry, tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError as error:
         if text.startswith("{") and "dict" in get_annotations(Recipe).get(key, ""):
-            hint = 'Quote names of folders: shards={ "a/b" = 1, "c" = 2 }' if key == "shards" else ""
+            hint = "Put names of folders in single quotes: shards={ 'a/b' = 1, 'c' = 2 }" if key == "shards" else ""
             got = f"{setting!r}, which is no TOML ({error})"
             raise ArgumentError("set", got=got, expected="a table of TOML", hint=hint) from None
         return key, entry, text

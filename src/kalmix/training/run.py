@@ -48,7 +48,7 @@ from kalmix.training.checkpoints import (
     remove_checkpoints,
     run_of,
 )
-from kalmix.training.corpus import Corpus
+from kalmix.training.corpus import Corpus, is_hidden
 from kalmix.training.initial_model import build, load_weights
 from kalmix.training.peers import peer_errors, peer_has_ended, watched_peers
 from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe, resume_command
@@ -218,7 +218,7 @@ def _check_outside_text(recipe: Recipe, output: Path) -> None:
     """Check that the files of a run do not become part of its text. Hidden folders are not read as text."""
     if recipe.text is None or not output.resolve().is_relative_to(text := Path(recipe.text).resolve()):
         return
-    if not any(name.startswith(".") for name in output.resolve().relative_to(text).parts):
+    if not any(map(is_hidden, output.resolve().relative_to(text).parts)):
         got = f"{str(output)!r}, which is inside the text {recipe.text!r}"
         hint = "The files of the run would change the text"
         raise ArgumentError("output", got=got, expected="a folder outside it (`--output`)", hint=hint)

@@ -21,7 +21,7 @@ from kalmix.training.recipe import CHANGEABLE, RECIPE_FILE, Recipe
 def with_saved_order(recipe: Recipe, run: Path) -> Recipe:
     """Return a recipe whose shards are in the order of a run, if both name the same folders.
 
-    The order decides which rows are read, so the run goes on as before.
+    The order decides which rows are read, so the run goes on as before. Folders at new paths are not recognised.
 
     Args:
         recipe: the recipe.
@@ -43,8 +43,9 @@ def check_same_data(recipe: Recipe, current: inputs.Digests, checkpoint: Path) -
             given, problem=f"is given, and {str(checkpoint)!r} was trained on {trained}", expected=trained
         )
     _check_same_weights(recipe, saved)
-    several = isinstance(recipe.shards, dict) and len(recipe.shards) > 1
-    hint = "Name folders at new paths in the order of recipe.json" if several else ""
+    given, before = recipe.shards, saved.shards
+    moved = isinstance(given, dict) and isinstance(before, dict) and given.keys() != before.keys()
+    hint = "Name folders at new paths in the order of recipe.json" if moved else ""
     when = f"when {str(checkpoint)!r} was saved"
     inputs.check(current, read_input_digests(checkpoint), when, "to resume the run", hint)
 

@@ -156,6 +156,16 @@ def test_an_output_that_holds_the_source_is_refused(
         prepare(Preparation(source, vocab_size=257), output)
 
 
+def test_a_pattern_that_also_matches_the_output_is_not_refused_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_corpus(Path("shards"), ["a document"])
+    Path("image.png").write_bytes(b"PNG")
+    with pytest.raises(ArgumentError, match=r"'\*', which matches no text files"):
+        prepare(Preparation("*", vocab_size=257), "shards")
+
+
 def test_a_pattern_takes_the_formats_of_a_folder(tmp_path: Path) -> None:
     folder = write_corpus(tmp_path / "b", texts(30))
     (folder / "licences.json").write_text('[{"licence": "MIT"}]')

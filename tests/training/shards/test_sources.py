@@ -24,6 +24,7 @@ from kalmix.training.shards import (
     Order,
     Preparation,
     TokenLoader,
+    columns,
     documents,
     json_values,
     prepare,
@@ -237,6 +238,8 @@ def nested(tmp_path_factory: pytest.TempPathFactory) -> Path:
     dataset.to_json(folder / "a.jsonl")
     dataset.to_parquet(folder / "a.parquet")
     dataset.save_to_disk(folder / "a")
+    features = datasets.Features({"translation": datasets.Translation(["en", "de"])})
+    datasets.Dataset.from_list([{"translation": {"en": "one", "de": "eins"}}], features).save_to_disk(folder / "pairs")
     (folder / "a.json").write_text(json.dumps(rows[0] | {"end": "\n"}, indent=1))
     return folder
 
@@ -266,6 +269,18 @@ def test_a_dot_leads_into_an_object(name: str, nested: Path, tmp_path: Path, mon
         except ArgumentError as error:
             message = str(error)
         assert "'id', 'meta.text', 'meta.in.a.b'" in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_translation_is_an_object(stream: bool, nested: Path, tmp_path: Path) -> None:
+    options = DatasetOptions(stream=stream)
+    source = sources.open_source([f"hf:{nested / 'pairs'}"], "translation.de", exclude=tmp_path, dataset=options)
+    assert [document.text for part in source.parts() for _, document in source.read(part)] == ["eins"]
+
+
+def test_an_object_that_is_null_hides_no_other_column() -> None:
+    assert columns.read_column({"a": None, "a.b": {"c": "text"}}, "a.b.c") == "text"
+    assert columns.read_column({"a": None}, "a.b.c") is None
 
 
 def test_a_column_whose_name_has_a_dot_is_preferred(tmp_path: Path) -> None:

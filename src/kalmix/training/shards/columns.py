@@ -1,4 +1,4 @@
-"""Columns of rows by name. As in `datasets` and pyarrow, a dot leads into an object: `meta.text`."""
+"""Columns of rows by name. As in `datasets` and pyarrow, a dot selects a field: `meta.text` is `text` in `meta`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 MISSING: Any = object()  # value of a column that a row lacks
 COLUMN_HINT = (
-    "`column` (`--column`) names the column that holds the text; a dot leads into an object, as in 'meta.text'"
+    "`column` (`--column`) names the column that holds the text; 'meta.text' is the field 'text' of the object 'meta'"
 )
 _SHOWN = 8  # names in a message
 _LEVELS = 4  # of nested objects whose names are shown
@@ -17,7 +17,8 @@ _LEVELS = 4  # of nested objects whose names are shown
 def column_path(columns: Mapping[str, Any], name: str) -> tuple[str, ...] | None:
     """Return the keys that lead to a column; `None` if there is none of this name.
 
-    A key that is the whole name is preferred. The path ends early at a key whose value is `None`.
+    A key that is the whole name is preferred. If no path leads to the column, it ends at the first key whose value is
+    `None`.
 
     Args:
         columns: a row, or a schema; nested objects are dicts.
@@ -25,18 +26,19 @@ def column_path(columns: Mapping[str, Any], name: str) -> tuple[str, ...] | None
     """
     if name in columns:
         return (name,)
+    empty: tuple[str, ...] | None = None
     for place in (n for n, character in enumerate(name) if character == "."):
         inner = columns.get(name[:place], MISSING)
-        if inner is None:
-            return (name[:place],)
+        if inner is None and empty is None:
+            empty = (name[:place],)
         path = column_path(inner, name[place + 1 :]) if isinstance(inner, dict) else None
         if path is not None:
             return (name[:place], *path)
-    return None
+    return empty
 
 
 def read_column(row: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a column in a row; `MISSING` if the row lacks it, `None` if an object that holds it is."""
+    """Return the value of a column in a row: `MISSING` if the row lacks it, `None` if an enclosing object is `None`."""
     if name in row:
         return row[name]
     path = column_path(row, name)

@@ -306,7 +306,7 @@ def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
         import pyarrow.parquet
     try:
         with pyarrow.parquet.ParquetFile(part.path) as file:
-            schema = _fields(file.schema_arrow)
+            schema = schema_fields(file.schema_arrow)
             if column_path(schema, column) is None:
                 clause = f"which lacks the column {column!r}; it has {names(schema)}"
                 yield _damage(clause, 0, COLUMN_HINT)
@@ -327,11 +327,11 @@ def _read_parquet(part: FileSlice, column: str) -> Iterator[Document]:
         yield _damage(f"which is no intact Parquet file ({str(error).splitlines()[0]})", 0)
 
 
-def _fields(columns: Any) -> dict[str, Any]:
+def schema_fields(columns: Any) -> dict[str, Any]:
     """Return the columns of a schema of pyarrow, or the fields of a struct, by name: a dict for a struct."""
     with optional_imports():
         import pyarrow
-    return {x.name: _fields(x.type) if pyarrow.types.is_struct(x.type) else x.type for x in columns}
+    return {x.name: schema_fields(x.type) if pyarrow.types.is_struct(x.type) else x.type for x in columns}
 
 
 def row_groups(path: str) -> list[int]:

@@ -27,6 +27,7 @@ from kalmix.training.shards.documents import (
     is_compressed,
     read_slice,
     row_groups,
+    schema_fields,
 )
 
 DATASET = "hf:"  # prefix of a source that the package `datasets` loads
@@ -122,8 +123,8 @@ def _expand(name: str, exclude: Path) -> list[str]:
         if any(_walk(path, exclude)) if path.is_dir() else file_kind(path.name) and path.is_file():
             found[str(path)] = None
     if not found:
-        for path in matches:
-            _check_outside(Path(path), exclude)
+        if matches and all(Path(path).resolve().is_relative_to(exclude) for path in matches):
+            _check_outside(Path(matches[0]), exclude)
         problem = "matches no text files" if matches else "matches no file"
         raise ArgumentError("source", got=f"{name!r}, which {problem}", expected=EXPECTED)
     return list(found)
@@ -383,7 +384,7 @@ def _load(source: DatasetSource) -> Any:
             dataset = dataset.to_iterable_dataset(num_shards=shards) if stream else dataset
         else:
             dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
-        columns: Any = dataset.features or next(iter(dataset))
+        columns = schema_fields(dataset.features.arrow_schema) if dataset.features else next(iter(dataset))
     except Exception as error:  # of many classes
         problem = f"which `datasets` cannot load ({_first_line(error)})"
         raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None

@@ -96,13 +96,12 @@ def make_encoder(folder: Path, sha256: str) -> Callable[[list[str]], Iterator[np
     """Return a function that encodes texts one by one to arrays of ids, without special tokens.
 
     Special tokens that a text spells out, such as `<|endoftext|>`, are encoded as ordinary text. Texts of more than
-    about a million characters are cut at line breaks and encoded in pieces.
+    about a million characters are cut at line breaks and encoded in pieces. The function raises ArgumentError if the
+    tokenizer cannot encode a text, for example because it has no unknown token.
 
     Args:
         folder: folder with tokenizer.json.
         sha256: its hash. The function for the last folder and hash is kept.
-
-    The function raises ArgumentError if the tokenizer cannot encode a text, such as one without an unknown token.
     """
     with optional_imports():
         from tokenizers import Tokenizer
