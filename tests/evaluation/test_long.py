@@ -24,6 +24,7 @@ from kalmix.evaluation.suites import MAX_LENGTH, units_of
 from kalmix.evaluation.table import score_tables
 from kalmix.models import KalmixForCausalLM
 from kalmix.training import Recipe
+from kalmix.training.checkpoints import write_manifest
 from kalmix.training.data import read_tokenizer
 from kalmix.training.evaluation import surprisals
 from kalmix.training.model_folder import find_model
@@ -231,6 +232,8 @@ def test_perplexity_of_a_checkpoint(kalmix, run_folder: Path, text_file: Path, t
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(0.5)
     model.save_pretrained(run / "checkpoints" / "checkpoint-2")
+    for step in steps:
+        write_manifest(run / "checkpoints" / f"checkpoint-{step}", 1, 1, {}, Recipe(steps=4))
     Recipe(steps=4).save(run)
     options = ("--suite", "long", "--tasks", "perplexity", "--lengths", "16", "--text")
     assert kalmix("eval", run_folder, *options, text_file, "--output", tmp_path / "out").status == 0
