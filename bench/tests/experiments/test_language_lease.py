@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -40,6 +41,32 @@ def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> No
     called = command(sys.executable, *options.replace("{}", str(tmp_path)).split())
     ended = subprocess.run(called, capture_output=True, text=True, check=False)
     assert ended.returncode == 2 and words in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("commands", "layers"),
+    [
+        (["--", "--layer", "kla", "--layer", 'kla:{"slots": 8}'], ["--layer", "kla", "--layer", 'kla:{"slots": 8}']),
+        (["--", "--layer", "kla", "--", "--stage", "main", "--layer", "gla"], ["--layer", "kla", "--layer", "gla"]),
+        (["--", "--stage", "tune", "--", "--layer", "kla"], []),
+    ],
+)
+def test_only_layers_that_are_trained_are_compiled(commands: list[str], layers: list[str], tmp_path: Path) -> None:
+    """A script that prints its arguments takes the place of Python. The piece that the call waits for never comes."""
+    (tmp_path / "pieces").mkdir()
+    (tmp_path / "pieces" / "pieces.json").write_text('{"pieces": 1}')
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    python.chmod(0o755)
+    places = [word for name in ("work", "out", "pieces") for word in (f"--{name}", tmp_path / name)]
+    lease = command(python, *places, "--wait", "1", "--precompile", "medium")
+    ended = subprocess.run([*lease, *commands], capture_output=True, text=True, check=False)
+    assert ended.returncode == 3 and "0 of 1 pieces are here" in ended.stdout
+    log, until = tmp_path / "out" / "precompile.log", time.monotonic() + 20
+    while not log.read_text().endswith(f"{['medium', *layers][-1]}\n") and time.monotonic() < until:
+        time.sleep(0.05)  # the lease does not wait for it
+    module = "kalmix_bench.experiments.language.precompile"
+    assert log.read_text().splitlines() == ["-m", module, "--preset", "medium", *layers]
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from kalmix.training.checkpoints import (
     is_checkpoint,
     run_of,
 )
+from kalmix.training.corpus import vocabulary_size
 from kalmix.training.model_folder import find_intact_model, find_model, unfinished_run
 from kalmix.training.recipe import Recipe
 from kalmix.validation import check_choice
@@ -78,8 +79,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerFast, model: KalmixForCausalL
     Raises:
         ArgumentError: it has not.
     """
-    if (most := max(tokenizer.get_vocab().values())) >= model.config.vocab_size:
-        got = f"{str(folder)!r}, whose tokenizer has a token {most}"
+    if (size := vocabulary_size(tokenizer.get_vocab())) > model.config.vocab_size:
+        got = f"{str(folder)!r}, whose tokenizer has a token {size - 1}"
         raise ArgumentError("model", got=got, expected=f"token ids below {model.config.vocab_size}")
 
 

@@ -247,7 +247,7 @@ def _read_manifest(checkpoint: Path) -> tuple[dict[str, Any], str | None]:
         manifest = read_json(checkpoint / MANIFEST_FILE)
         check_format(manifest, checkpoint / MANIFEST_FILE, oldest=3)
         for entries in (manifest["files"], manifest["inputs"], manifest.get("recipe", {})):
-            entries.items()
+            entries.items()  # raises if it is no object
         int(manifest["processes"])
     except FormatError:
         raise

@@ -108,6 +108,15 @@ def is_text(name: str) -> bool:
     return Path(name).suffix.lower() in TEXT_SUFFIXES
 
 
+def vocabulary_size(vocabulary: Mapping[str, int]) -> int:
+    """Return the number of rows that embedding and head need: the largest id plus 1, since ids may have gaps.
+
+    Args:
+        vocabulary: id of each token of a tokenizer.
+    """
+    return max(vocabulary.values()) + 1
+
+
 def is_hidden(name: str) -> bool:
     """Return whether `walk_files` leaves out a folder of this name."""
     return _HIDDEN.match(name) is not None

@@ -322,7 +322,10 @@ def _checkpoint(recipe: Recipe, output: Path, state: PartialState, *, resume: bo
     if checkpoint is None and resume:
         check_has_begun(output)
         if list_checkpoints(checkpoints) or (output / HISTORY).exists():
-            got, hint = f"{str(output)!r}, which holds no intact checkpoint", "A new folder starts from the beginning"
+            got, hint = (
+                f"{str(output)!r}, which holds no intact checkpoint",
+                "To start from the beginning, choose another folder",
+            )
             raise ArgumentError("output", got=got, expected="a run that can be resumed", hint=hint)
     if checkpoint is None and (output / RECIPE_FILE).exists() and state.is_main_process:
         warnings.warn(

@@ -26,7 +26,7 @@ from kalmix.errors import ArgumentError
 from kalmix.files import sync_tree
 from kalmix.training import inputs
 from kalmix.training.batching import Batching, plan_batches
-from kalmix.training.corpus import Corpus, load_corpus, train_tokenizer
+from kalmix.training.corpus import Corpus, load_corpus, train_tokenizer, vocabulary_size
 from kalmix.training.data import SequenceDataset, encode_documents, end_of_text_id, read_tokenizer, wrap_tokenizer
 from kalmix.training.recipe import Recipe
 
@@ -91,7 +91,7 @@ class TextSource:
 
     def vocabulary(self, tokenizer: Any) -> tuple[int, int]:
         """Return the size of the model's vocabulary, and the id of the token that begins a document."""
-        return len(tokenizer), end_of_text_id(tokenizer)
+        return vocabulary_size(tokenizer.get_vocab()), end_of_text_id(tokenizer)
 
     def load(self, tokenizer: Any, processes: int, rank: int) -> RunData:
         """Return the data as training sequences.

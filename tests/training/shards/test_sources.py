@@ -245,7 +245,9 @@ def nested(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.json", "hf:a", "stream"])
-def test_a_dot_leads_into_an_object(name: str, nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dot_selects_a_field_of_an_object(
+    name: str, nested: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(nested)
     options = DatasetOptions(stream=name == "stream")
 

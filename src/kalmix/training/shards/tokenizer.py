@@ -13,7 +13,7 @@ import numpy as np
 from kalmix._extras import optional_imports
 from kalmix.errors import ArgumentError
 from kalmix.files import check_regular, sync_tree
-from kalmix.training.corpus import train_tokenizer
+from kalmix.training.corpus import train_tokenizer, vocabulary_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -88,7 +88,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, bos: str | 
     tokenizer.save_pretrained(folder)
     sync_tree(folder)
     digest = hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest()
-    return TokenizerFacts(digest, max(tokenizer.get_vocab().values()) + 1, bos_id)
+    return TokenizerFacts(digest, vocabulary_size(tokenizer.get_vocab()), bos_id)
 
 
 @lru_cache(maxsize=1)  # a tokenizer that has encoded a text keeps memory when it is deleted (tokenizers 0.23)
