@@ -9,12 +9,14 @@ install_wheels() {  # packages that the machine lacks go to $work/site, once
 sharing=false
 share() {  # let several processes use a GPU at once, if that works here
   unset CUDA_MPS_PIPE_DIRECTORY
-  command -v nvidia-cuda-mps-control > /dev/null && nvidia-cuda-mps-control -d 2> /dev/null || return 0
-  sharing=true
-  timeout 40 "$python" -c "import torch; [torch.zeros(1, device=n) for n in range(torch.cuda.device_count())]" || {
-    echo "the multi-process service does not work; processes take turns"
+  if command -v nvidia-cuda-mps-control > /dev/null && nvidia-cuda-mps-control -d 2> /dev/null; then
+    sharing=true
+    if timeout 40 "$python" -c "import torch; [torch.zeros(1, device=n) for n in range(torch.cuda.device_count())]"; then
+      return
+    fi
     stop_sharing
-  }
+  fi
+  echo "the multi-process service does not work; processes take turns"
 }
 
 stop_sharing() {
