@@ -158,6 +158,8 @@ def _describe(manifest: Manifest, folder: Path, console: Console) -> None:
         documents, tokens, bytes_ = (manifest.count(split, unit) for unit in ("documents", "tokens", "bytes"))
         ratio = f", {bytes_ / tokens:.2f} bytes a token" if tokens else ""
         console.print(f"{split:>8}: {documents:,} documents, {tokens:,} tokens{ratio}", soft_wrap=True)
+    if not manifest.count("train", "documents"):
+        console.print("warning: all documents are held out, so these shards cannot train a model", soft_wrap=True)
     if manifest.skipped:
         console.print(f" skipped: {manifest.skipped:,} documents", soft_wrap=True)
     text = f"{folder}: {len(manifest.shards)} shards, tokenizer {manifest.tokenizer}"

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -64,7 +65,7 @@ def test_shards_hold_every_document_once(corpus: Path, prepared: tuple[Path, Man
 def test_the_number_of_workers_does_not_change_the_shards(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 5000)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 5000)
     settings = Preparation(str(corpus), vocab_size=300, held_out=0.1, shard_tokens=2000)
     for workers in (1, 2):
         assert len(prepare(settings, tmp_path / f"{workers}", workers=workers).shards) > 10
@@ -72,7 +73,7 @@ def test_the_number_of_workers_does_not_change_the_shards(
 
 
 def test_parts_of_a_source_cover_it_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 500)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 500)
     make_encoder.cache_clear()
     documents = texts(200)
     write_corpus(tmp_path / "c", documents[:50])
@@ -252,7 +253,9 @@ def test_a_changed_tokenizer_is_noticed(corpus: Path, tmp_path: Path) -> None:
     for size in (257, 258):
         wrap_tokenizer(train_tokenizer(texts(9), vocab_size=size)).save_pretrained(tmp_path / "t")
         if size == 257:
-            assert prepare(settings, tmp_path / "s") == prepare(settings, tmp_path / "s")
+            manifest = prepare(settings, tmp_path / "s")
+            for unused in (settings.vocab_size, 300):  # it is for training a tokenizer
+                assert prepare(replace(settings, vocab_size=unused), tmp_path / "s") == manifest
     with pytest.raises(ArgumentError, match=r"holds finished shards with another tokenizer\.json; expected"):
         prepare(settings, tmp_path / "s")
 
@@ -343,12 +346,20 @@ def test_command_prints_the_counts(kalmix, corpus: Path, tmp_path: Path) -> None
     assert f"{folder}: {len(manifest.shards)} shards" in result.output
     assert manifest.licences == ("MIT", "CC0-1.0")
     assert f"train: {manifest.count('train', 'documents'):,} documents" in result.output
+    assert "warning" not in result.output
+
+
+def test_command_warns_if_no_document_is_left_to_train_on(kalmix, tmp_path: Path) -> None:
+    source = write_corpus(tmp_path / "c", texts(2))
+    line = ("--vocab-size", 260, "--held-out", 0.999999, "--workers", 1, "--output", tmp_path / "s")
+    result = kalmix("data", "prepare", source, *line)
+    assert result.status == 0 and "warning: all documents are held out" in result.output, result.errors
     assert "training the tokenizer" in result.output and "tokenizing" in result.output
 
 
 @pytest.mark.slow
 def test_an_error_of_a_worker_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 500)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 500)
     source = write_corpus(tmp_path / "c", texts(40))
     (source / "0020.txt").write_bytes(b"\xff")
     with pytest.raises(ArgumentError, match=r"0020.txt', which is not UTF-8"):

@@ -29,7 +29,7 @@ from .test_preparation import Killed, read_documents
 def mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], list[str]]:
     """Return several sources in the current folder, in small parts, and their documents in order."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 1000)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 1000)
     documents = texts(100)
     Path("a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:30]))
     write_corpus(Path("b", "texts"), documents[30:50])

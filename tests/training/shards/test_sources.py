@@ -25,8 +25,10 @@ from kalmix.training.shards import (
     Preparation,
     TokenLoader,
     columns,
+    dataset_source,
     documents,
     json_values,
+    parts,
     prepare,
     sources,
     tokenize_part,
@@ -64,7 +66,7 @@ def test_a_failing_stream_stops_the_preparation_and_can_be_continued(
     tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream = Stream()
-    monkeypatch.setattr(sources, "_load", lambda source: stream)
+    monkeypatch.setattr(dataset_source, "_load", lambda source: stream)
     monkeypatch.setattr(tokenize_part, "_BATCH_DOCUMENTS", 16)
     options = DatasetOptions(stream=True)
     for given in ({"tokenizer": tokenizer}, {"vocab_size": 270}):
@@ -88,7 +90,7 @@ def test_a_failing_stream_is_one_error_line(
 ) -> None:
     stream = Stream()
     stream.fails = 0
-    monkeypatch.setattr(sources, "_load", lambda source: stream)
+    monkeypatch.setattr(dataset_source, "_load", lambda source: stream)
     line = ("--stream", "--skip-damaged", "--tokenizer", tokenizer, "--workers", 1, "--output", tmp_path / "s")
     result = kalmix("data", "prepare", "hf:a", *line)
     errors = [x for x in result.errors.splitlines() if x.startswith("error: ")]
@@ -185,7 +187,7 @@ def test_values_of_an_array_do_not_depend_on_the_pieces(piece: int, monkeypatch:
 def test_json_lines_are_read_in_ranges_and_lists_of_licences_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "_SMALLEST", 500)
+    monkeypatch.setattr(parts, "_SMALLEST", 500)
     (tmp_path / "c").mkdir()
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts(100))
     (tmp_path / "c" / "a.json").write_text(lines)
@@ -196,7 +198,7 @@ def test_json_lines_are_read_in_ranges_and_lists_of_licences_are_not(
 
 
 def test_a_json_array_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_SMALLEST", 500)
+    monkeypatch.setattr(parts, "_SMALLEST", 500)
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / "a.json").write_text(json.dumps([{"text": text} for text in texts(100)], indent=1))
     (tmp_path / "c" / "b.json").write_text(json.dumps([{"text": "b"}, {"body": "c"}]))
@@ -336,6 +338,31 @@ def test_the_revision_of_a_dataset_is_passed_on(tmp_path: Path, monkeypatch: pyt
     assert manifest.settings["dataset"]["revision"] == "v1"
     with pytest.raises(ArgumentError, match=r"`data_files` is 'a\.parquet'; expected a tuple"):
         Preparation("hf:a/b", dataset=DatasetOptions(data_files="a.parquet"))  # type: ignore[arg-type]
+
+
+def test_a_saved_dataset_has_the_split_that_is_named(tmp_path: Path) -> None:
+    one, two = (datasets.Dataset.from_dict({"text": [text]}) for text in ("one", "two"))
+    datasets.DatasetDict({"train": one, "test": two}).save_to_disk(tmp_path / "both")
+    two.save_to_disk(tmp_path / "alone")
+    datasets.Dataset.from_dict({"text": ["named"]}, split="test").save_to_disk(tmp_path / "named")
+
+    def read(name: str, split: str, config: str | None = None, stream: bool = False) -> list[str]:
+        options = DatasetOptions(config, split, stream)
+        source = sources.open_source([f"hf:{tmp_path / name}"], "text", exclude=tmp_path / "s", dataset=options)
+        return [document.text for part in source.parts() for _, document in source.read(part)]
+
+    for stream in (False, True):
+        assert read("both", "train", stream=stream) == ["one"]
+        assert read("both", "test", stream=stream) == read("alone", "train", stream=stream) == ["two"]
+        assert read("named", "train", stream=stream) == read("named", "test", stream=stream) == ["named"]
+    wrong = [("both", "'train' or 'test'"), ("alone", "'train'"), ("named", "'test'")]
+    for name, expected in wrong:
+        with pytest.raises(
+            ArgumentError, match=rf"`split` is 'valid', which 'hf:.*{name}' lacks.*; expected {expected}"
+        ):
+            read(name, "valid")
+    with pytest.raises(ArgumentError, match=r"`config` is 'en', which 'hf:.*both' lacks.*; expected no configuration"):
+        read("both", "train", "en")
 
 
 def test_the_snippet_for_the_trainer_starts_and_resumes(

@@ -19,7 +19,7 @@ LONGEST = 400  # tokens of a document, at most
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 2000)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 2000)
     monkeypatch.setattr(token_limit, "_SMALLEST_SHARE", 500)
     monkeypatch.setattr(tokenize_part, "_BATCH_DOCUMENTS", 16)
 
@@ -56,11 +56,11 @@ def test_a_limit_above_the_source_reads_all_of_it(corpus: Path, tmp_path: Path) 
 
 def test_parts_that_end_early_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """First by further parts, then by those that have not ended."""
-    monkeypatch.setattr("kalmix.training.shards.sources._PARTS", 10**9)  # a limit of 3,000 bytes a part
+    monkeypatch.setattr("kalmix.training.shards.parts.MANY", 10**9)  # a limit of 3,000 bytes a part
     source = write_corpus(tmp_path / "c", ["short"] * 12 + ["\n".join(texts(40))])
     with (source / "9999.jsonl").open("w") as file:
         file.writelines(f'{{"text": "{text}"}}\n' for text in texts(100))
-    monkeypatch.setattr("kalmix.training.shards.sources._SMALLEST", 3000)
+    monkeypatch.setattr("kalmix.training.shards.parts._SMALLEST", 3000)
     whole = prepare(settings(source, None, held_out=0.0), tmp_path / "whole").count("train", "tokens")
     for max_tokens in (whole // 2, whole - 10):
         folder = tmp_path / f"{max_tokens}"

@@ -3,10 +3,10 @@
 from kalmix._extras import optional_imports
 
 with optional_imports():  # NumPy
+    from kalmix.training.shards.dataset_source import DatasetOptions
     from kalmix.training.shards.loader import Order, TokenLoader
     from kalmix.training.shards.manifest import Manifest
     from kalmix.training.shards.preparation import Preparation, prepare
     from kalmix.training.shards.reader import Shards
-    from kalmix.training.shards.sources import DatasetOptions
 
 __all__ = ["DatasetOptions", "Manifest", "Order", "Preparation", "Shards", "TokenLoader", "prepare"]

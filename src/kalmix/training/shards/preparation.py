@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from kalmix.errors import ArgumentError, FileError
 from kalmix.files import FORMAT, check_format, disk_errors, lock_folder, read_json, write_text
+from kalmix.training.shards.dataset_source import DATASET, DatasetOptions
 from kalmix.training.shards.manifest import MANIFEST, PLAN, TOKENIZER, Licences, Manifest
-from kalmix.training.shards.sources import DATASET, EXPECTED, DatasetOptions, Part, Source, open_source
+from kalmix.training.shards.parts import Part, Source
+from kalmix.training.shards.sources import EXPECTED, open_source
 from kalmix.training.shards.token_limit import first_parts, is_done, rounds
 from kalmix.training.shards.tokenize_part import (
     RECORDS,
@@ -246,7 +248,7 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
     before: Any = found["settings"] if isinstance(found.get("settings"), dict) else {}
     if before and _HASH not in before:  # earlier versions did not store it
         before = before | {_HASH: plan["settings"][_HASH]}
-    free = _FREE if manifest is None else ()
+    free = (_FREE if manifest is None else ()) + (() if plan["settings"]["tokenizer"] is None else ("vocab_size",))
     changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
     same_source = found.get("fingerprint") == plan["fingerprint"]
     if (changed or not same_source) and manifest is None and not any(folder.glob("*.ds")):  # no shard was written

@@ -12,64 +12,15 @@ from functools import lru_cache
 from glob import glob, has_magic
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
-from kalmix._extras import optional_imports
 from kalmix.errors import ArgumentError
 from kalmix.training.corpus import walk_files
-from kalmix.training.shards.columns import column_path, names, read_column
-from kalmix.training.shards.documents import (
-    Document,
-    FileSlice,
-    Kind,
-    file_kind,
-    from_value,
-    is_compressed,
-    read_slice,
-    row_groups,
-    schema_fields,
-)
+from kalmix.training.shards.dataset_source import DATASET, DatasetOptions, DatasetSource
+from kalmix.training.shards.documents import Document, FileSlice, Kind, file_kind, is_compressed, read_slice, row_groups
+from kalmix.training.shards.parts import Part, Source, part_bytes
 
-DATASET = "hf:"  # prefix of a source that the package `datasets` loads
 EXPECTED = "a folder or file of text, JSON lines or Parquet, or hf:NAME"
-_PARTS = 64  # of a small source
-_SMALLEST, _LARGEST = 1 << 20, 1 << 28  # bytes of a part
-
-
-class Part(NamedTuple):
-    """Part of a source.
-
-    Attributes:
-        number: position among the parts.
-        size: bytes, or rows of a dataset; 0 if unknown.
-        slices: ranges of files, or one range of rows.
-        limit: number of training tokens at which the part stops, after the document that reaches it; `None` reads all.
-    """
-
-    number: int
-    size: int
-    slices: tuple[Any, ...]
-    limit: int | None = None
-
-
-class Source(Protocol):
-    """Documents in parts. Instances are sent to worker processes."""
-
-    def fingerprint(self) -> str:
-        """Return a digest that changes if the source does."""
-        ...
-
-    def parts(self) -> list[Part]:
-        """Return the parts; the same ones at each call."""
-        ...
-
-    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
-        """Yield each document of a part, with the name of its file; `position` counts from the start of the part.
-
-        Raises:
-            OSError: the disk, the network or `datasets` fails.
-        """
-        ...
 
 
 def open_source(names: Sequence[str], column: str, *, exclude: Path, dataset: DatasetOptions) -> Source:
@@ -216,7 +167,7 @@ class FileSource:
         return digest.hexdigest()
 
     def parts(self) -> list[Part]:
-        limit = min(max(sum(file.size for file in self.files) // _PARTS, _SMALLEST), _LARGEST)
+        limit = part_bytes(sum(file.size for file in self.files))
         parts, group, size = list[Part](), list[FileSlice](), 0
         for file in self.files:
             for piece, bytes_ in self._slices(file, limit):
@@ -255,92 +206,6 @@ class FileSource:
             before += position
 
 
-class DatasetOptions(NamedTuple):
-    """Options of `datasets.load_dataset`.
-
-    Attributes:
-        config: configuration.
-        split: split.
-        stream: stream the dataset in place of downloading it.
-        revision: branch, tag or commit on the Hugging Face hub.
-        data_files: files of the dataset to read, also as patterns such as `en/*.parquet`.
-        data_dir: folder of the dataset to read.
-    """
-
-    config: str | None = None
-    split: str = "train"
-    stream: bool = False
-    revision: str | None = None
-    data_files: tuple[str, ...] = ()
-    data_dir: str | None = None
-
-    def files(self) -> dict[str, Any]:
-        """Return the options that choose a revision or files, without those that are not set."""
-        chosen = {"revision": self.revision, "data_files": list(self.data_files), "data_dir": self.data_dir}
-        return {name: value for name, value in chosen.items() if value}
-
-    def given(self) -> dict[str, Any]:
-        """Return the options for JSON, without those of `files` that are not set."""
-        return {"config": self.config, "split": self.split, "stream": self.stream, **self.files()}
-
-
-@dataclass(frozen=True)
-class DatasetSource:
-    """A dataset that the package `datasets` loads: by name, or from a folder.
-
-    Attributes:
-        name: name on the Hugging Face hub, or path.
-        column: column that holds the text.
-        options: see `DatasetOptions`.
-    """
-
-    name: str
-    column: str
-    options: DatasetOptions
-
-    def fingerprint(self) -> str:
-        rows = None if self.options.stream else len(_load(self))
-        return hashlib.sha256(repr((self.name, self.options, rows)).encode()).hexdigest()
-
-    def parts(self) -> list[Part]:
-        dataset = _load(self)
-        if self.options.stream:
-            return [Part(number, 0, (number,)) for number in range(dataset.num_shards)]
-        bytes_ = max(dataset.data.nbytes, 1)
-        count = max(1, min(len(dataset), max(min(_PARTS, bytes_ // _SMALLEST), bytes_ // _LARGEST)))
-        ends = [len(dataset) * number // count for number in range(count + 1)]
-        return [Part(n, ends[n + 1] - ends[n], (range(ends[n], ends[n + 1]),)) for n in range(count)]
-
-    def read(self, part: Part) -> Iterator[tuple[str, Document]]:
-        dataset, (piece,) = _load(self), part.slices
-        if self.options.stream:
-            rows, first = dataset.shard(num_shards=dataset.num_shards, index=piece), 0
-        else:
-            rows, first = dataset.select(piece), piece.start
-        name = repr(DATASET + self.name)
-        shard = f" of shard {piece}" if self.options.stream else ""
-        for position, row in enumerate(_read_rows(rows, name, first, shard), 1):
-            place = f"whose row {first + position - 1}{shard}"
-            yield name, from_value(read_column(row, self.column), position, place)
-
-
-def _read_rows(rows: Any, name: str, first: int, shard: str) -> Iterator[dict[str, Any]]:
-    """Yield rows of a dataset.
-
-    Raises:
-        OSError: `datasets` fails, for example because a connection is lost.
-    """
-    number = first
-    try:
-        for row in rows:
-            yield row
-            number += 1
-    except Exception as error:  # of many classes
-        where = f"after row {number - 1}{shard}" if number > first else f"before row {first}{shard}"
-        problem = f"`datasets` failed to read {name} {where} ({_first_line(error)})"
-        raise OSError(f"{problem}; repeat the command to continue") from error
-
-
 @dataclass(frozen=True)
 class SourceList:
     """Several sources, one after the other.
@@ -361,40 +226,3 @@ class SourceList:
     def read(self, part: Part) -> Iterator[tuple[str, Document]]:
         number, inner = part.slices
         return self.sources[number].read(inner)
-
-
-@lru_cache(maxsize=8)
-def _load(source: DatasetSource) -> Any:
-    """Load a dataset, with the text column alone.
-
-    Raises:
-        ArgumentError: it cannot be loaded, or lacks the column.
-    """
-    with optional_imports():
-        import datasets
-    datasets.disable_progress_bars()
-    config, split, stream, *_ = source.options
-    files = source.options.files()
-    got = repr(DATASET + source.name)
-    try:
-        saved = Path(source.name, "dataset_info.json").is_file() and Path(source.name, "state.json").is_file()
-        if saved and not files:
-            dataset: Any = datasets.load_from_disk(source.name)
-            shards = max(1, min(_PARTS, len(dataset)))
-            dataset = dataset.to_iterable_dataset(num_shards=shards) if stream else dataset
-        else:
-            dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
-        columns = schema_fields(dataset.features.arrow_schema) if dataset.features else next(iter(dataset))
-    except Exception as error:  # of many classes
-        problem = f"which `datasets` cannot load ({_first_line(error)})"
-        raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None
-    path = column_path(columns, source.column)
-    if path is None:
-        got = f"{source.column!r}, which {got} lacks"
-        raise ArgumentError("column", got=got, expected=f"one of its columns ({names(columns)})")
-    return dataset.select_columns(path[0])
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kalmix.training.shards.sources import Part
+from kalmix.training.shards.parts import Part
 from kalmix.training.shards.tokenize_part import Finished, Job, finished, training_tokens
 
 _SHARES = 64  # parts that are read at once, at most

@@ -15,7 +15,8 @@ from kalmix.errors import ArgumentError, FileError
 from kalmix.files import read_json, sync, write_text
 from kalmix.training.shards.documents import Document
 from kalmix.training.shards.manifest import TOKENIZER, ShardRecord, has_size, parse_shard
-from kalmix.training.shards.sources import EXPECTED, Part, Source
+from kalmix.training.shards.parts import Part, Source
+from kalmix.training.shards.sources import EXPECTED
 from kalmix.training.shards.tokenizer import make_encoder
 from kalmix.training.shards.writer import ShardWriter
 

@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from kalmix.training.shards.sources import Part
+from kalmix.training.shards.parts import Part
 from kalmix.training.shards.tokenize_part import Advance, Job, tokenize_part
 
 
