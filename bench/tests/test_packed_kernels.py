@@ -12,7 +12,10 @@ import pytest
 
 from .test_gpu_targets import run
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+]
 LENGTHS = """
 import sys
 import torch

@@ -75,6 +75,7 @@ def test_inspect_takes_a_checkpoint(kalmix, run: Path, tmp_path: Path) -> None:
     assert "bits each on average" in first.output and (tmp_path / "out" / "beliefs.html").exists()
 
 
+@pytest.mark.slow
 def test_report_of_a_checkpoint_leaves_the_run_as_it_is(kalmix, run: Path) -> None:
     assert kalmix("report", run).status == 0
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}

@@ -57,10 +57,10 @@ def agree(got: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5 * (1 + largest))
 
 
-INFERENCE = ("bayesian", "gated-kalmanet", "linear-attention", "afa")  # with the fast ones, a layer for each op
+INFERENCE = ("gated-deltanet", "recurrent-afa", "bayesian", "gated-kalmanet", "linear-attention", "afa")
 
 
-@pytest.mark.parametrize("name", fast_and_slow(("kla", "gated-deltanet", "recurrent-afa"), INFERENCE))
+@pytest.mark.parametrize("name", fast_and_slow(("kla",), INFERENCE))
 def test_two_graphs_serve_inference_at_all_lengths_and_batch_sizes(name):
     layer = make_layer(name)
     run, counting = compiled(layer, "eager")

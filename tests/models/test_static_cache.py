@@ -37,7 +37,12 @@ def filled(model, ids, mask=None, max_cache_len=16):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}, {"prefill_chunk_size": 3}],
+    [
+        {},
+        pytest.param({"num_beams": 2}, marks=pytest.mark.slow),
+        pytest.param({"do_sample": True, "num_return_sequences": 2}, marks=pytest.mark.slow),
+        {"prefill_chunk_size": 3},
+    ],
     ids=["greedy", "beams", "sampling", "chunked"],
 )
 def test_static_generation_equals_dynamic_generation(options):

@@ -57,6 +57,7 @@ def test_kinds_of_parameters_leave_out_the_number_of_the_block() -> None:
     assert kind_and_block("model.embedding.weight") == ("model.embedding.weight", None)
 
 
+@pytest.mark.slow
 def test_rows_have_losses_and_clipped_gradient_norms_and_are_not_repeated(
     word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,6 +82,7 @@ def test_a_diverged_variation_is_a_row(word_shards: Path, tmp_path: Path, diverg
     assert row["loss"] is None and "diverge" in row["diverged"]
 
 
+@pytest.mark.slow
 def test_a_variation_that_fails_does_not_stop_the_others(
     word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
