@@ -318,13 +318,15 @@ def test_models_that_shared_a_device_have_no_speed(tmp_path: Path) -> None:
 
     alone, shared = _row("gla"), {**_row("kla"), "jobs_per_device": 2}
     console = Console(record=True, width=240)
-    report.write_report([alone, shared], tmp_path, console)
+    later = {**_row("gla", seed=1), "jobs_per_device": 2, "tokens_per_second": 7.0, "commit": "later"}
+    report.write_report([alone, shared, later], tmp_path, console)
     text = console.export_text()
+    assert " ".join(text.split()).count("commit abc, later") == 2
     cost = {words[0]: words for words in map(str.split, text[text.index("cost") :].splitlines()) if words}
     assert "500" in cost["gla"] and "4.50" in cost["gla"]
     assert "500" not in cost["kla"] and "4.50" not in cost["kla"] and "KiB" in cost["kla"]
-    assert "Models that shared a device have no speed." in " ".join(text.split())
-    panels = {panel.title: panel.curves for panel in report._panels(report.group_rows([alone, shared]), "")}
+    assert "Times and speeds leave out models that shared a device." in " ".join(text.split())
+    panels = {panel.title: panel.curves for panel in report._panels(report.group_rows([alone, shared, later]), "")}
     assert len(panels["by tokens"]) == 2 and len(panels["by time"]) == 1
     cells = [LanguageCell(MAIN, name, PAPER.main, 1e-3, 0, "c") for name in ("gla", "kla")]
     console = Console(record=True, width=240)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kalmix_bench.experiments.language.architectures import LAYERS, describe
-from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE, RunSize, shared_device, speed
+from kalmix_bench.experiments.language.protocol import LONGER, MAIN, TUNE, RunSize, shared_device
 from kalmix_bench.runner.cells import Row
 from kalmix_bench.runner.line_panels import Curve, LinePanel, draw_line_panels
 from kalmix_bench.runner.paper_claims import Finding
@@ -42,6 +42,11 @@ class Group:
     rows: list[Row]
     diverged: int
     first: Row
+
+    @property
+    def alone(self) -> Group:
+        """The group without rows whose model shared its device."""
+        return replace(self, rows=[row for row in self.rows if not shared_device(row)])
 
     def score(self, value: Callable[[Row], float | None]) -> Score | None:
         """Return the mean and the standard error of a value; `None` if a row lacks it."""
@@ -215,7 +220,7 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
         table.add_row(
             group.layer,
             *(
-                _number(group.score(lambda row, name=name: speed(row, name)), style)
+                _number(group.alone.score(lambda row, name=name: row.get(name)), style)
                 for name, style in (
                     ("tokens_per_second", ",.0f"),
                     ("mfu", ".3f"),
@@ -224,7 +229,7 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
             ),
             _number(group.score(lambda row: row.get("training_memory_gib")), ".1f"),
             *("" if size is None else f"{size / 1024:,.0f} KiB" for size in state),
-            _number(group.score(lambda row: speed(row, "decode_ms")), ".2f"),
+            _number(group.alone.score(lambda row: row.get("decode_ms")), ".2f"),
         )
     rows = next((group.first.get("decode_rows") for group in groups if group.rows), None)
     table.caption = (
@@ -232,14 +237,14 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
         f"sequences by `generate`. {_devices(groups)}"
     )
     if any(shared_device(row) for group in groups for row in group.rows):
-        table.caption += " Models that shared a device have no speed."
+        table.caption += " Times and speeds leave out models that shared a device."
     notes = dict.fromkeys((group.layer, row["note"]) for group in groups for row in group.rows if row.get("note"))
     table.caption += "".join(f" {layer}: {note}" for layer, note in notes)
     return table
 
 
 def _devices(groups: Sequence[Group]) -> str:
-    rows = [group.first for group in groups]
+    rows = [row for group in groups for row in (*group.rows, group.first)]
     devices, commits = (sorted({str(row[name]) for row in rows}) for name in ("device", "commit"))
     return f"{', '.join(devices)}; commit {', '.join(commits)}."
 
@@ -286,9 +291,9 @@ def _panels(groups: Sequence[Group], condition: str) -> list[LinePanel]:
 
 
 def _held_out(group: Group, axis: str, factor: float) -> Curve | None:
-    if axis == "seconds" and any(map(shared_device, group.rows)):
+    curves = [row["held_out"] for row in (group.alone if axis == "seconds" else group).rows]
+    if not curves:
         return None
-    curves = [row["held_out"] for row in group.rows]
     length = min(len(curve["loss"]) for curve in curves)
     x = [factor * mean(curve[axis][n] for curve in curves) for n in range(length)]
     if not np.isfinite(x).all():
