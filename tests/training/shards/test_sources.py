@@ -361,6 +361,9 @@ def test_a_saved_dataset_has_the_split_that_is_named(tmp_path: Path) -> None:
             ArgumentError, match=rf"`split` is 'valid', which 'hf:.*{name}' lacks.*; expected {expected}"
         ):
             read(name, "valid")
+    (tmp_path / "both" / "dataset_dict.json").write_text('{"splits": 5}')
+    with pytest.raises(ArgumentError, match=r"`source` is 'hf:.*both', which `datasets` cannot load"):
+        read("both", "train")
     with pytest.raises(ArgumentError, match=r"`config` is 'en', which 'hf:.*both' lacks.*; expected no configuration"):
         read("both", "train", "en")
 

@@ -117,8 +117,8 @@ def _load(source: DatasetSource) -> Any:
     config, split, stream, *_ = source.options
     files = source.options.files()
     got = repr(DATASET + source.name)
-    folder = None if files else _saved_folder(source)
     try:
+        folder = None if files else _saved_folder(source)
         if folder is not None:
             dataset: Any = datasets.load_from_disk(str(folder))
             shards = max(1, min(MANY, len(dataset)))
@@ -126,6 +126,8 @@ def _load(source: DatasetSource) -> Any:
         else:
             dataset = datasets.load_dataset(source.name, config, split=split, streaming=stream, **files)
         columns = schema_fields(dataset.features.arrow_schema) if dataset.features else next(iter(dataset))
+    except ArgumentError:
+        raise
     except Exception as error:  # of many classes
         problem = f"which `datasets` cannot load ({_first_line(error)})"
         raise ArgumentError("source", got=f"{got}, {problem}", expected="a dataset that it loads") from None

@@ -248,7 +248,9 @@ def _check_folder(folder: Path, plan: dict[str, Any]) -> Manifest | None:
     before: Any = found["settings"] if isinstance(found.get("settings"), dict) else {}
     if before and _HASH not in before:  # earlier versions did not store it
         before = before | {_HASH: plan["settings"][_HASH]}
-    free = (_FREE if manifest is None else ()) + (() if plan["settings"]["tokenizer"] is None else ("vocab_size",))
+    free = _FREE if manifest is None else ()
+    if plan["settings"]["tokenizer"] is not None:  # none is trained
+        free += ("vocab_size",)
     changed = [name for name, value in plan["settings"].items() if before.get(name) != value and name not in free]
     same_source = found.get("fingerprint") == plan["fingerprint"]
     if (changed or not same_source) and manifest is None and not any(folder.glob("*.ds")):  # no shard was written
