@@ -1,0 +1,44 @@
+"""`kalmix_bench.perf.cells`: costs of a cell alone, in several processes at once, and its kernels."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+
+from kalmix_bench.perf import cells
+
+CELL = "mad --preset laptop --task selective-copying --layer kla --depth 1 --device cpu"
+
+
+@pytest.fixture
+def measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Return a function that runs the module with options, and returns what it prints."""
+    monkeypatch.setattr(cells, "SECONDS", 0.01)
+    monkeypatch.setattr(cells, "PROFILED", 1)
+
+    def run(*options: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["cells", *CELL.split(), *options])
+        cells.main()
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_a_cell_has_its_time_and_its_operations(measure) -> None:
+    output = measure("--profile")
+    assert re.search(r"selective-copying .* 1  +[\d.]+ ms a step", output) and "one seed of all" in output
+    assert "aten::addmm" in output or "aten::mm" in output
+
+
+@pytest.mark.slow
+def test_processes_together_take_steps(measure) -> None:
+    found = re.search(r"([\d,]+) steps a second of 2 processes together", measure("--together", "2"))
+    assert found is not None and int(found[1].replace(",", "")) > 0
+
+
+def test_no_processes_are_refused(measure, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        measure("--together", "0")
+    assert "--together is not positive" in capsys.readouterr().err
