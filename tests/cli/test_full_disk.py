@@ -22,6 +22,7 @@ def test_full_disk_ends_training_with_one_error(kalmix, disk, text_file: Path, s
     assert result.status == 0, result.errors
 
 
+@pytest.mark.slow
 def test_full_disk_ends_a_report_with_one_error(kalmix, disk, run_folder: Path, tmp_path: Path) -> None:
     shutil.copytree(run_folder, tmp_path / "run")
     space = disk(8 * KIB, mount=False)

@@ -21,6 +21,7 @@ REFUSING = "recurrent-afa"
 FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", "attention"]
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_one_process_or_refuse(tmp_path):
     """Run one layer of each op, and wrong calls; other layers and 3 ranks are slow."""
     run_ranks(ranks.check_fast, 2, tmp_path, FAST)

@@ -128,7 +128,7 @@ def test_two_graphs_serve_decoding(name):
 
 STRICT = ("kla", "recurrent-afa", "attention")  # traced by the compiler, as the tests above
 EXPORTED = [(name, False) for name in MIXERS] + [(name, True) for name in STRICT]
-EXPORTED_FAST = [(name, False) for name in ("kla", "bayesian", "afa", "recurrent-afa")]
+EXPORTED_FAST = [(name, False) for name in ("kla", "recurrent-afa")]
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,7 @@ def test_outputs(model):
     assert torch.equal(as_tuple[0], full.logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_models_return_beliefs():
     model, ids = build("kla"), tokens(2, 6)

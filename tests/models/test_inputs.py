@@ -215,6 +215,7 @@ def test_packing_compiles_once_for_any_number_of_sequences(layers, name):
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph_serves_all_masks():
     model, forward, graphs = compiled(["attention"])

@@ -72,6 +72,7 @@ def test_the_trainer_smooths_labels_of_next_tokens(tmp_path):
     torch.testing.assert_close(loss, expected)
 
 
+@pytest.mark.slow
 def test_marginal_likelihood_converges_to_the_integral():
     """The error is positive (the logarithm is concave) and falls like 1 / S."""
     decode, mean, variance, targets = gaussians()
@@ -224,6 +225,7 @@ def test_a_changed_head_is_called():
     assert (losses[0] - plain).abs() > 0.01
 
 
+@pytest.mark.slow
 def test_loss_without_logits_compiles_to_one_graph():
     model, ids = build(["attention"]), tokens(2, 7)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")

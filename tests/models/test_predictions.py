@@ -32,6 +32,7 @@ def test_probabilities_are_those_of_the_marginal_likelihood():
         torch.testing.assert_close(logits.exp().sum(-1)[mask.bool()], torch.ones(int(mask.sum())))
 
 
+@pytest.mark.slow
 def test_probabilities_converge_to_the_average_over_the_posterior():
     """The mean of many samples is closer to another such mean than to the softmax of the mean read-out."""
     model, ids = build(KLA, predict="marginal", loss_samples=1000).eval(), tokens(1, 5)

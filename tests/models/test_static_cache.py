@@ -198,6 +198,7 @@ def test_static_caches_continue_packed_sequences(model):
         torch.testing.assert_close(continued[row], alone, **CLOSE)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_chunked_prefill_uses_buffers_allocated_before():
     """A compiled prefill must not allocate buffers: CUDA graphs would reuse their memory."""

@@ -111,6 +111,7 @@ def test_compiles_to_one_graph():
         assert (p.grad - gradient).norm() < 1e-3 * gradient.norm() + 1e-6
 
 
+@pytest.mark.slow
 def test_learns_in_mixed_precision():
     """The model memorizes ten images in 12 steps."""
     torch.manual_seed(0)

@@ -322,6 +322,7 @@ class Counting:
         return aot_autograd(fw_compiler=count, bw_compiler=count)(module, inputs)
 
 
+@pytest.mark.slow
 def test_compiled_graph_size_does_not_depend_on_length() -> None:
     sizes = []
     for length in (64, 256):

@@ -82,7 +82,10 @@ def test_branch_without_changes_equals_the_uninterrupted_run(make: Callable, tmp
         assert curve(branch, "loss", 0) == curve(whole, "loss", 0)
 
 
-@pytest.mark.parametrize(("schedule", "step", "steps"), [("trapezoid", 4, 6), ("wsd", 10, 13), ("wsd", 8, 20)])
+@pytest.mark.parametrize(
+    ("schedule", "step", "steps"),
+    [("trapezoid", 4, 6), pytest.param("wsd", 10, 13, marks=pytest.mark.slow), ("wsd", 8, 20)],
+)
 def test_branch_equals_a_run_that_was_planned_so(
     schedule: str, step: int, steps: int, make: Callable, tmp_path: Path
 ) -> None:

@@ -221,6 +221,7 @@ def test_the_script_says_which_cells_are_skipped(
     assert count.startswith("142 cells")
 
 
+@pytest.mark.slow
 def test_each_task_and_each_layer_of_the_campaign_runs(tmp_path: Path) -> None:
     kinds: dict[tuple[str, str], RecallCell] = {}
     absent = absent_packages()

@@ -162,6 +162,7 @@ def test_gradients_of_published_conjugate_gradients_degrade_with_depth() -> None
     assert rows["float32", "CG 30 + 1e-5", 5] > rows["float32", "CG 30 + 1e-5", 1]
 
 
+@pytest.mark.slow
 def test_gradients_of_exact_conjugate_gradients_are_accurate() -> None:
     """Against Figure 1e: the culprit is the 1e-5, beside which small gradients vanish, not the method."""
     rows, scaled = depths()["rows"], depths()["scaled"]
