@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 
 import pytest
+import torch
 
+from kalmix_bench.experiments.recall.presets import BENCHES, make_cells
 from kalmix_bench.perf import cells
 
 CELL = "mad --preset laptop --task selective-copying --layer kla --depth 1 --device cpu"
@@ -36,6 +39,16 @@ def test_a_cell_has_its_time_and_its_operations(measure) -> None:
 def test_processes_together_take_steps(measure) -> None:
     found = re.search(r"([\d,]+) steps a second of 2 processes together", measure("--together", "2"))
     assert found is not None and int(found[1].replace(",", "")) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_the_error_of_a_process_is_raised_at_once() -> None:
+    (cell, *_) = make_cells(BENCHES["mad"]["laptop"], ["selective-copying"], ["kla"], 1)
+    began = time.monotonic()
+    with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda"):
+        cells.rate_together(cell, torch.device("cuda"), 2)
+    assert time.monotonic() - began < cells.PREPARATION / 2
 
 
 def test_no_processes_are_refused(measure, capsys: pytest.CaptureFixture[str]) -> None:

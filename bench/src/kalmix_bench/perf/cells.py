@@ -25,6 +25,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from threading import BrokenBarrierError
 from typing import Any, NamedTuple
 
 import torch
@@ -60,18 +61,23 @@ def cost(cell: RecallCell, device: torch.device, *, tf32: bool = False) -> Cost:
     """Train on two batches of each part, then time one step of each."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    with _steps(cell, device, tf32) as steps:
-        first = time.perf_counter() - began
+    with _prepared(cell, device, tf32) as (steps, first):
         ms = [_least(step, device) for step in steps]
     counts = [-(-part.train // cell.protocol.batch_size) for part in cell.parts if part.train]
     epoch = sum(count * x for count, x in zip(counts, ms, strict=True)) / 1e3
     return Cost(ms, epoch, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0, first)
 
 
+class _Prepared(NamedTuple):
+    """A training step of each part that has training rows, and the seconds of the first two steps of each."""
+
+    steps: list[Callable[[], object]]
+    first: float
+
+
 @contextmanager
-def _steps(cell: RecallCell, device: torch.device, tf32: bool) -> Iterator[list[Callable[[], object]]]:
-    """Yield a training step of each part that has training rows, compiled and captured as in a run."""
+def _prepared(cell: RecallCell, device: torch.device, tf32: bool) -> Iterator[_Prepared]:
+    """Yield the training steps of a cell, compiled and captured as in a run."""
     batch = cell.protocol.batch_size
     few = replace(
         cell,
@@ -83,19 +89,28 @@ def _steps(cell: RecallCell, device: torch.device, tf32: bool) -> Iterator[list[
     with deterministic_mode(device, tf32=tf32):
         torch.manual_seed(0)
         model = build(data.vocab_size, cell.shape, cell.layer, length, from_last=datasets.get_task(cell.task).from_last)
-        trainer = train_cell(few, data, model.to(device), device, lambda *_: None).trainer
+        model = model.to(device)
+        began = time.perf_counter()
+        trainer = train_cell(few, data, model, device, lambda *_: None).trainer
+        first = time.perf_counter() - began
         assert trainer is not None
         parts = [data._replace(parts=[part]) for part in data.parts if len(part.train)]
         inputs = [next(iter(Batches(part, batch, shuffle=False, seed=0, device=device))) for part in parts]
-        yield [partial(trainer.training_step, model, rows) for rows in inputs]
+        yield _Prepared([partial(trainer.training_step, model, rows) for rows in inputs], first)
 
 
 def rate_together(cell: RecallCell, device: torch.device, processes: int, *, tf32: bool = False) -> float:
-    """Return the steps a second that several processes take together, of the first part that has training rows."""
+    """Return the steps a second that several processes take together, of the first part that has training rows.
+
+    The error of a process is raised; the others stop then.
+    """
     context = multiprocessing.get_context("spawn")
-    rate = partial(_rate, device=device, tf32=tf32)
     with ProcessPoolExecutor(processes, context, _set_barrier, (context.Barrier(processes),)) as pool:
-        return sum(pool.map(rate, [cell] * processes))
+        rates = [pool.submit(_rate, cell, device, tf32) for _ in range(processes)]
+        errors = [error for rate in rates if (error := rate.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, BrokenBarrierError)):  # those that stopped last
+        raise error
+    return sum(rate.result() for rate in rates)
 
 
 def _set_barrier(barrier: Any) -> None:
@@ -105,16 +120,20 @@ def _set_barrier(barrier: Any) -> None:
 
 def _rate(cell: RecallCell, device: torch.device, tf32: bool) -> float:
     """Return this process's steps a second, while all others take steps, too."""
-    with _steps(cell, device, tf32) as (step, *_):
-        _barrier.wait(PREPARATION)
-        began, count = time.perf_counter(), 0
-        while time.perf_counter() < began + TOGETHER_SECONDS:
-            step()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            count += 1
-        rate = count / (time.perf_counter() - began)
-        _barrier.wait(PREPARATION)  # a process that ends would leave the device to the others
+    try:
+        with _prepared(cell, device, tf32) as ((step, *_), _first):
+            _barrier.wait(PREPARATION)
+            began, count = time.perf_counter(), 0
+            while time.perf_counter() < began + TOGETHER_SECONDS:
+                step()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+                count += 1
+            rate = count / (time.perf_counter() - began)
+            _barrier.wait(PREPARATION)  # a process that ends would leave the device to the others
+    except Exception:
+        _barrier.abort()
+        raise
     return rate
 
 
@@ -124,7 +143,7 @@ def kernel_table(cell: RecallCell, device: torch.device, *, tf32: bool = False) 
     On a CPU it has operations.
     """
     on_gpu = device.type == "cuda"
-    with _steps(cell, device, tf32) as (step, *_):
+    with _prepared(cell, device, tf32) as ((step, *_), _first):
         step()
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
             for _ in range(PROFILED):
@@ -178,6 +197,8 @@ def main() -> None:
         title = f"{cell.task} {parts}  {cell.layer}  {cell.shape.hidden_size} x {cell.shape.depth}"
         try:
             costs = cost(cell, device, tf32=arguments.tf32)
+            together = arguments.together and rate_together(cell, device, arguments.together, tf32=arguments.tf32)
+            kernels = kernel_table(cell, device, tf32=arguments.tf32) if arguments.profile else ""
         except (torch.OutOfMemoryError, ArgumentError) as error:
             print(f"{title:70s} {type(error).__name__}: {str(error).splitlines()[0][:60]}", flush=True)
             torch.cuda.empty_cache()
@@ -189,11 +210,10 @@ def main() -> None:
             f"{costs.first:5.0f} s at first   {count} x {cell.protocol.epochs} epochs",
             flush=True,
         )
-        if arguments.together is not None:
-            rate = rate_together(cell, device, arguments.together, tf32=arguments.tf32)
-            print(f"{title:70s} {rate:,.0f} steps a second of {arguments.together} processes together", flush=True)
-        if arguments.profile:
-            print(kernel_table(cell, device, tf32=arguments.tf32), flush=True)
+        if together is not None:
+            print(f"{title:70s} {together:,.0f} steps a second of {arguments.together} processes together", flush=True)
+        if kernels:
+            print(kernels, flush=True)
     print(f"one seed of all, one after another: {hours:.2f} hours")
 
 
