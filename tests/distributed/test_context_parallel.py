@@ -23,7 +23,7 @@ FAST = ["kla", "bayesian", "gated-deltanet", "gated-kalmanet", "afa", "mamba2", 
 
 @pytest.mark.slow
 def test_two_ranks_equal_one_process_or_refuse(tmp_path):
-    """Run one layer of each op, and wrong calls; other layers and 3 ranks are slow."""
+    """Run one layer of each op, and wrong calls."""
     run_ranks(ranks.check_fast, 2, tmp_path, FAST)
 
 

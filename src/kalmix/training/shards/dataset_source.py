@@ -147,17 +147,17 @@ def _saved_folder(source: DatasetSource) -> Path | None:
         ArgumentError: it has no such split, or a configuration is named, which a saved dataset does not have.
     """
     folder, options = Path(source.name), source.options
-    one = all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
-    if not one and not (folder / "dataset_dict.json").is_file():
+    single = all((folder / name).is_file() for name in ("dataset_info.json", "state.json"))
+    if not single and not (folder / "dataset_dict.json").is_file():
         return None
     got = f"which {DATASET + source.name!r} lacks, as `save_to_disk` wrote it"
     if options.config is not None:
         raise ArgumentError("config", got=f"{options.config!r}, {got}", expected="no configuration")
-    stored = read_json(folder / "state.json").get("_split") if one else None
-    splits = [stored or "train"] if one else read_json(folder / "dataset_dict.json")["splits"]
-    if options.split not in splits and not (one and options.split == "train"):
+    stored = read_json(folder / "state.json").get("_split") if single else None
+    splits = [stored or "train"] if single else read_json(folder / "dataset_dict.json")["splits"]
+    if options.split not in splits and not (single and options.split == "train"):
         raise ArgumentError("split", got=f"{options.split!r}, {got}", expected=" or ".join(map(repr, splits)))
-    return folder if one else folder / options.split
+    return folder if single else folder / options.split
 
 
 def _first_line(error: Exception) -> str:
