@@ -94,9 +94,16 @@ def _prepared(cell: RecallCell, device: torch.device, tf32: bool) -> Iterator[_P
         trainer = train_cell(few, data, model, device, lambda *_: None).trainer
         first = time.perf_counter() - began
         assert trainer is not None
-        parts = [data._replace(parts=[part]) for part in data.parts if len(part.train)]
-        inputs = [next(iter(Batches(part, batch, shuffle=False, seed=0, device=device))) for part in parts]
+        batches = Batches(data, batch, shuffle=False, seed=0, device=device)  # of all parts: they share their sizes
+        first_ones = _first_of_parts(few)
+        inputs = [rows for number, rows in enumerate(batches) if number in first_ones]
         yield _Prepared([partial(trainer.training_step, model, rows) for rows in inputs], first)
+
+
+def _first_of_parts(cell: RecallCell) -> set[int]:
+    """Return the number of the first batch of each part that has training rows, if batches are not shuffled."""
+    counts = [-(-part.train // cell.protocol.batch_size) for part in cell.parts if part.train]
+    return {sum(counts[:part]) for part in range(len(counts))}
 
 
 def rate_together(cell: RecallCell, device: torch.device, processes: int, *, tf32: bool = False) -> float:
