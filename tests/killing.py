@@ -281,9 +281,9 @@ def main(kind: type[Run]) -> None:
     sys.exit(failures > 0)
 
 
-def check_script(script: Path, kills: int) -> None:
+def check_script(script: Path, kills: int, *options: str) -> None:
     """Run a script that calls `main`; check that it made `kills` kills without a failure."""
-    command = [sys.executable, str(script), "--kills", str(kills), "--seed", str(kills)]
+    command = [sys.executable, str(script), "--kills", str(kills), "--seed", str(kills), *options]
     told = subprocess.run(command, capture_output=True, text=True, check=False)
     assert told.returncode == 0, told.stdout + told.stderr
     assert f"{kills} kills" in told.stdout and ", 0 failures" in told.stdout

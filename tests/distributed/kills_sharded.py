@@ -1,13 +1,14 @@
 """Kill tiny runs of `kalmix pretrain` on two processes with FSDP2, resume them, and compare them with a whole run.
 
-    python tests/distributed/kills_sharded.py --kills 10
+    python tests/distributed/kills_sharded.py --kills 10 --output kills.json
 
 torchrun starts two processes on CPUs, with gloo. Kills take turns: process 0, process 1, or both with torchrun. Every
 other kill comes before a random file event of the process, the others come at a random time in a random step. After a
 kill, the rest of the run must end within a minute. The next session must continue at the newest saved checkpoint.
 Every row that any session logs must equal the row of the undisturbed run at this step, and so must the final weights.
 
-Prints one line per run with its kills, and the counts; exits with 1 after a failure.
+Prints one line per run with its kills, and the counts; exits with 1 after a failure. `--output` also stores them, with
+date, commit and versions.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import platform
 import random
 import signal
 import subprocess
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +42,7 @@ NAMES = tuple(VICTIMS)
 LIMIT = 300.0  # seconds of a session
 GRACE = 60.0  # seconds in which the rest of a killed run must end
 STEPS = 12
+COMPARED = "logged rows of all sessions, final weights and number of temporary files left, with an undisturbed run"
 # Values of a row that depend on the clock.
 CLOCK = ("tokens_per_second", "eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
@@ -294,8 +298,8 @@ def compare(run: Sharded, wanted: dict[str, Any]) -> int:
     return len(logged)
 
 
-def run_kills(kills: int, seed: int, folder: Path) -> tuple[int, int, int]:
-    """Kill runs until there were `kills` kills; print a line per run; return the numbers of kills, runs, failures."""
+def run_kills(kills: int, seed: int, folder: Path) -> dict[str, Any]:
+    """Kill runs until there were `kills` kills; print a line per run; return the counts, and the kills of each run."""
     draw, shards = random.Random(seed), prepare_shards(folder)
     undisturbed = Sharded(folder / "whole", shards)
     command = undisturbed.next_command()
@@ -307,9 +311,10 @@ def run_kills(kills: int, seed: int, folder: Path) -> tuple[int, int, int]:
     whole = {f"events {n}": float((undisturbed.folder / f"events-{n}").read_text()) for n in range(2)}
     print(f"undisturbed: {whole['events 0']:.0f} and {whole['events 1']:.0f} file events, {ended.seconds:.1f} s")
     compare(undisturbed, wanted)
-    hits = runs = failures = planned = 0
+    hits = failures = planned = 0
+    runs: list[dict[str, Any]] = []
     while hits < kills:
-        run, plan, hit = Sharded(folder / f"{runs}", shards), [], []
+        run, plan, hit = Sharded(folder / f"{len(runs)}", shards), [], []
         for _ in range(min(draw.randint(2, 4), kills - hits)):
             plan.append(Kill(NAMES[planned % 3], planned % 2 == 0, draw.random(), draw.uniform(0, 0.5)))
             planned += 1
@@ -320,12 +325,24 @@ def run_kills(kills: int, seed: int, folder: Path) -> tuple[int, int, int]:
         except KillError as failure:
             failures += 1
             result = f"FAILURE: {failure}"
-        print(f"run {runs}: {len(hit)} kills, {time.monotonic() - began:.0f} s, {result}", flush=True)
+        seconds = round(time.monotonic() - began)
+        print(f"run {len(runs)}: {len(hit)} kills, {seconds} s, {result}", flush=True)
         for description in hit:
             print(f"  {description}", flush=True)
         hits += len(hit) if result[0] != "F" else max(1, len(hit))
-        runs += 1
-    return hits, runs, failures
+        runs.append({"seconds": seconds, "result": result, "kills": hit})
+    return {"kills": hits, "failures": failures, "runs": runs}
+
+
+def describe_session() -> dict[str, Any]:
+    """Return date, machine, commit and versions of this session."""
+    import torch
+
+    from kalmix.training.provenance import provenance
+
+    origin = provenance(torch.device("cpu"))
+    machine = f"{platform.machine()}, {os.cpu_count()} CPU cores"
+    return {"date": date.today().isoformat(), **origin, "device": machine}
 
 
 def main() -> None:
@@ -333,11 +350,17 @@ def main() -> None:
     options = argparse.ArgumentParser(description="Kill sharded runs, resume them, and compare them with a whole run.")
     options.add_argument("--kills", type=int, default=10)
     options.add_argument("--seed", type=int, default=0)
+    options.add_argument("--output", type=Path, help="JSON file to write")
     given = options.parse_args()
-    began = time.monotonic()
+    began, session = time.monotonic(), describe_session()
     with tempfile.TemporaryDirectory() as folder:
-        kills, runs, failures = run_kills(given.kills, given.seed, Path(folder))
-    print(f"{kills} kills of {runs} runs, {failures} failures, {time.monotonic() - began:.0f} s")
+        found = run_kills(given.kills, given.seed, Path(folder))
+    seconds = round(time.monotonic() - began)
+    kills, runs, failures = found["kills"], found["runs"], found["failures"]
+    print(f"{kills} kills of {len(runs)} runs, {failures} failures, {seconds} s")
+    if given.output is not None:
+        told = {**session, "seed": given.seed, "seconds": seconds, "compared": COMPARED, **found}
+        given.output.write_text(json.dumps(told, indent=1) + "\n")
     sys.exit(failures > 0)
 
 
