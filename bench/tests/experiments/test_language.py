@@ -335,6 +335,36 @@ def test_models_that_shared_a_device_have_no_speed(tmp_path: Path) -> None:
     assert ("0.125" in plan["gla"], "0.125" in plan["kla"]) == (True, False)  # where none was measured, the assumed MFU
 
 
+def test_losses_at_equal_time_are_interpolated_between_finished_runs_alone(tmp_path: Path) -> None:
+    from rich.console import Console
+
+    def finished(name: str, tokens: int, loss: float, speed: float, **options: Any) -> dict[str, Any]:
+        row = _row(name, loss=loss)
+        size = {**row["size"], "tokens": tokens}
+        return {**row, "size": size, "tokens": tokens, "tokens_per_second": speed, **options}
+
+    rows = [finished("attention", tokens, loss, 100.0) for tokens, loss in ((1000, 4.0), (4000, 3.0))]
+    rows += [finished("gla", 1000, 5.0, 1.0), finished("gla", 4000, 4.5, 200.0)]  # the speed of the longest run counts
+    rows += [finished("kla", 1000, 4.0, 50.0), finished("kla", 4000, 2.0, 50.0)]
+    rows += [finished("afa", 1000, 4.0, 50.0), finished("afa", 4000, 2.0, 50.0, jobs_per_device=2)]
+    console = Console(record=True, width=240)
+    report.write_report(rows, tmp_path, console)
+    text = console.export_text()
+    lines = map(str.split, text[text.index("equal training") :].splitlines())
+    table = {words[0]: words[4:] for words in lines if words[1:2] == ["0.001"]}
+    none = ["not", "measured"]
+    assert table["attention"] == ["3.0000", "0.002M", "3.5000", "0.004M", "3.0000"]
+    assert table["gla"] == ["4.5000", "0.004M", "4.5000", "0.008M", *none]
+    assert table["kla"] == ["2.0000", "0.001M", "4.0000", "0.002M", "3.0000"]
+    assert table["afa"] == [*none, *none]  # without speed
+    assert "attention trains on 0.004M tokens in 40.0 s; gla trains on 0.004M tokens in 20.0 s" in " ".join(
+        text.split()
+    )
+    report.write_report(rows[1::2], tmp_path, console)  # one number of tokens
+    assert "equal training" not in console.export_text(clear=False)[len(text) :]
+    assert report.loss_at(999, {1000: 4.0, 4000: 3.0}) is None
+
+
 @pytest.mark.slow
 def test_a_stopped_run_continues_exactly_and_ends_with_all_tests(word_shards: Path, tmp_path: Path) -> None:
     cell = LanguageCell(

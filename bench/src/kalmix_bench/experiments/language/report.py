@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -71,6 +71,11 @@ def write_report(rows: Sequence[Row], output: Path, console: Console) -> list[Pa
         if sound:
             name = FIGURE if number == 0 else f"language-{number + 1}.png"
             files.append(Path(draw_line_panels(output / name, _panels(sound, condition), 3)))
+    for condition in dict.fromkeys(_condition(group.first, tokens=False) for group in groups):
+        here = [group for group in groups if group.rows and _condition(group.first, tokens=False) == condition]
+        table = _equal_time_table(here, condition)
+        if table is not None:
+            console.print(table)
     return files
 
 
@@ -132,11 +137,11 @@ SCORES: dict[str, Callable[[Row], float | None]] = {
 }
 
 
-def _condition(row: Row) -> str:
+def _condition(row: Row, *, tokens: bool = True) -> str:
     size = row["size"]
     parts = (
         f"{size['model']['parameters'] / 1e6:g}M parameters",
-        f"{size['tokens'] / 1e6:g}M tokens",
+        *([f"{size['tokens'] / 1e6:g}M tokens"] if tokens else []),
         f"sequences of {size['seq_len']:,}",
         *(["zeros in output projections at first"] if size["model"].get("zero_init") else []),
         *(["norm of embeddings"] if size["model"].get("embedding_norm") else []),
@@ -241,6 +246,69 @@ def _cost_table(groups: Sequence[Group], condition: str) -> Table:
     notes = dict.fromkeys((group.layer, row["note"]) for group in groups for row in group.rows if row.get("note"))
     table.caption += "".join(f" {layer}: {note}" for layer, note in notes)
     return table
+
+
+def loss_at(tokens: float, losses: Mapping[float, float]) -> float | None:
+    """Return the loss after a number of tokens, or `None` outside the finished runs.
+
+    Args:
+        tokens: training tokens. At a constant speed they are proportional to time.
+        losses: losses of finished runs, by tokens; interpolated linearly in the logarithm of tokens.
+    """
+    known = sorted(losses)
+    if not known or not known[0] * (1 - 1e-9) <= tokens <= known[-1] * (1 + 1e-9):
+        return None
+    return float(np.interp(np.log(tokens), np.log(known), [losses[n] for n in known]))
+
+
+def _equal_time_table(groups: Sequence[Group], condition: str) -> Table | None:
+    """Return the losses at equal training time; `None` if all finished runs have the same number of tokens.
+
+    Groups may differ in layer, learning rate and number of tokens alone. Speeds are those of the longest runs. The
+    times are those in which attention and the fastest layer train on as many tokens.
+    """
+    budgets = sorted({group.first["size"]["tokens"] for group in groups})
+    if len(budgets) < 2:
+        return None
+    longest = {_model(group): group for group in groups if group.first["size"]["tokens"] == budgets[-1]}
+    speeds = {key: x.mean for key, group in longest.items() if (x := group.alone.score(_speed)) is not None}
+    if not speeds:
+        return None
+    fastest = max(speeds, key=lambda key: speeds[key])
+    times = {
+        key[0]: longest[key].first["tokens"] / speeds[key]
+        for key in speeds
+        if key == fastest or (key[0] == "attention" and speeds[key] < speeds[fastest])
+    }
+    columns = [f"{tokens / 1e6:g}M tokens" for tokens in budgets]
+    for seconds in sorted(times.values()):
+        columns += [f"tokens in {seconds:.1f} s", "loss"]
+    table = _table(f"[bold]losses at equal training time[/]  {condition}", ["rate", "tokens/s", *columns])
+    for key in dict.fromkeys(map(_model, groups)):
+        found = {group.first["size"]["tokens"]: group for group in groups if _model(group) == key}
+        losses = {tokens: group.score(SCORES["held-out loss"]) for tokens, group in found.items()}
+        ends = {found[tokens].first["tokens"]: loss.mean for tokens, loss in losses.items() if loss is not None}
+        speed = speeds.get(key)
+        cells = ["" if speed is None else f"{speed:,.0f}", *(_number(losses.get(tokens)) for tokens in budgets)]
+        for seconds in sorted(times.values()):
+            loss = None if speed is None else loss_at(speed * seconds, ends)
+            cells.append("" if speed is None else f"{speed * seconds / 1e6:.3g}M")
+            cells.append("not measured" if loss is None else f"{loss:.4f}")
+        table.add_row(key[0], f"{key[1]:g}", *cells)
+    reached = "; ".join(f"{layer} trains on {budgets[-1] / 1e6:g}M tokens in {s:.1f} s" for layer, s in times.items())
+    table.caption = (
+        f"{reached}. Tokens in these times at the speed of the longest runs, without models that shared a device. "
+        "Losses are interpolated between finished runs, linearly in log tokens; outside them they are not measured."
+    )
+    return table
+
+
+def _model(group: Group) -> tuple[str, float]:
+    return group.layer, group.first["learning_rate"]
+
+
+def _speed(row: Row) -> float | None:
+    return row.get("tokens_per_second")
 
 
 def _devices(groups: Sequence[Group]) -> str:
