@@ -94,6 +94,7 @@ left=$((limit - SECONDS - 20))  # the report takes time, too
 status=0
 bench run "$work/cells.jsonl" ${devices:+--devices "$devices"} --jobs-per-device "$jobs_per_device" --commit "$commit" \
   --data "$work/data" --deadline "$left" "${tf32[@]}" --output "$work/run" || status=$?
-"$python" -m kalmix_bench.experiments.recall.unfinished "$work/cells.jsonl" "$work/run" "$out/unfinished.jsonl" || true
+"$python" -m kalmix_bench.experiments.recall.unfinished "$work/cells.jsonl" "$work/run" "$out/unfinished.jsonl" \
+  --commit "$commit" "${tf32[@]}" || true
 echo "ended with status $status after $SECONDS s"
 exit "$status"

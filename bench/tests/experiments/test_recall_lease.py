@@ -127,7 +127,9 @@ def test_a_cell_that_the_time_ends_continues_in_the_next_call(
     assert newest > 0
     (partial,) = map(json.loads, (tmp_path / "out" / "unfinished.jsonl").read_text().splitlines())
     epochs = partial["epochs_so_far"]
-    assert (partial["seed"], epochs) == (1, newest) and len(partial["curves"]["macro"]) == epochs
+    assert (partial["seed"], partial["commit"], epochs) == (1, "abc", newest) and len(
+        partial["curves"]["macro"]
+    ) == epochs
     enough = replace(long, protocol=replace(long.protocol, epochs=newest + 1))  # one step an epoch
     checkpoints.rename(checkpoints.with_name(digest(enough)))
     cell_file.write([enough], cells)
