@@ -195,6 +195,16 @@ def test_run_on_shards(kalmix, recipe: Path, text_file: Path, tmp_path: Path) ->
     assert result.status == 2 and "which was trained on token shards" in result.errors
 
 
+def test_run_that_propagates_samples_generates_and_is_evaluated(kalmix, recipe: Path, text_file: Path, tmp_path: Path):
+    settings = ("--set", "model.propagate=sample", "--set", f"text={text_file}")
+    assert kalmix("pretrain", recipe, *settings, "--output", tmp_path / "run").status == 0
+    assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["propagate"] == "sample"
+    assert kalmix("generate", tmp_path / "run", "--tokens", 3).status == 0
+    options = ("--suite", "long", "--tasks", "perplexity", "--text", text_file, "--lengths", "32")
+    result = kalmix("eval", tmp_path / "run", *options)
+    assert result.status == 0, result.errors
+
+
 def test_run_on_text_ends_with_a_report(kalmix, recipe: Path, text_file: Path, tmp_path: Path) -> None:
     result = kalmix("pretrain", recipe, "--set", f"text={text_file}", "--output", tmp_path / "run")
     assert result.status == 0, result.errors

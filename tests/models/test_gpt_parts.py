@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from kalmix import ArgumentError
-from kalmix.models import KalmixConfig, KalmixForCausalLM, losses
+from kalmix.layers.fused import cross_entropy
+from kalmix.models import KalmixConfig, KalmixForCausalLM
 from kalmix.models.blocks import MLP
 
 
@@ -29,7 +30,7 @@ def test_squared_relu_has_no_gate() -> None:
 
 def test_capped_logits_and_their_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loss by chunks equals the cross-entropy of all logits, with its gradients."""
-    monkeypatch.setattr(losses, "CHUNK_LOGITS", 40 * 5)
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 40 * 8 * 5)
     model, ids = make(logit_cap=3.0, initializer_range=1.0).double(), torch.randint(40, (2, 9))
     plain = make(initializer_range=1.0).double()
     plain.load_state_dict(model.state_dict())

@@ -8,11 +8,13 @@ import torch.nn.functional as F
 from distributed.processes import leave_group
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 from transformers import Trainer, TrainingArguments
 
 from kalmix import ArgumentError, Segments
+from kalmix.layers.fused import cross_entropy as fused_cross_entropy
 from kalmix.models import LanguageModel
-from kalmix.models.losses import cross_entropy, marginal_likelihood, next_token_targets
+from kalmix.models.losses import cross_entropy, head_nll, marginal_likelihood, next_token_targets, target_nll
 
 from .conftest import build, tokens
 
@@ -53,6 +55,11 @@ def gaussians():
     return (lambda readout: readout @ weight), mean, variance, targets
 
 
+def scored(decode):
+    """Return the argument `score` of `marginal_likelihood` for a function from read-outs to logits."""
+    return lambda readouts, targets: target_nll(decode(readouts), targets)
+
+
 def exact(decode, mean, variance, targets):
     grid = torch.linspace(-9, 9, 20001, dtype=torch.float64)
     density = torch.exp(-(grid**2) / 2) / math.sqrt(2 * math.pi)
@@ -80,7 +87,9 @@ def test_marginal_likelihood_converges_to_the_integral():
     gaps = []
     for samples, repeats in ((1, 4000), (8, 500), (64, 100)):
         with torch.no_grad():
-            runs = [marginal_likelihood(decode, mean, variance, targets, samples, samples) for _ in range(repeats)]
+            runs = [
+                marginal_likelihood(scored(decode), mean, variance, targets, samples, samples) for _ in range(repeats)
+            ]
         runs = torch.stack(runs).double()
         gaps.append((float(runs.mean() - truth), float(runs.std() / math.sqrt(repeats))))
     assert gaps[0][0] > gaps[1][0] > gaps[2][0] - 3 * gaps[2][1]
@@ -90,9 +99,12 @@ def test_marginal_likelihood_converges_to_the_integral():
 
 def test_one_sample_without_variance_equals_cross_entropy():
     decode, mean, variance, targets = gaussians()
-    certain = marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, samples=1)
+    given = scored(decode), mean, torch.zeros_like(variance), targets
+    certain = marginal_likelihood(*given, samples=1)
     torch.testing.assert_close(certain, cross_entropy(decode(mean), targets))
-    torch.testing.assert_close(marginal_likelihood(decode, mean, torch.zeros_like(variance), targets, 7, 3), certain)
+    torch.testing.assert_close(
+        marginal_likelihood(scored(decode), mean, torch.zeros_like(variance), targets, 7, 3), certain
+    )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 2, 3, 7, 100])
@@ -103,7 +115,7 @@ def test_chunk_size_does_not_change_the_loss(chunk_size):
     for size in (7, chunk_size):
         m, v = mean.clone().requires_grad_(), variance.clone().requires_grad_()
         torch.manual_seed(5)
-        loss = marginal_likelihood(decode, m, v, targets, samples=7, chunk_size=size)
+        loss = marginal_likelihood(scored(decode), m, v, targets, samples=7, chunk_size=size)
         torch.manual_seed(99)
         results.append((loss.detach(), *torch.autograd.grad(loss, (m, v))))
     for whole, sliced in zip(*results, strict=True):
@@ -122,7 +134,7 @@ def test_backward_stores_one_number_per_sample_and_target():
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            marginal_likelihood(decode, mean.requires_grad_(), variance.requires_grad_(), targets, samples)
+            marginal_likelihood(scored(decode), mean.requires_grad_(), variance.requires_grad_(), targets, samples)
         return sum(storage.nbytes() for storage in storages.values())
 
     a_sample = (stored_bytes(40) - stored_bytes(4)) / 36
@@ -151,6 +163,64 @@ def test_marginal_loss_equals_equation_24():
             logits = model.lm_head(core.norm(after))
             p = p + logits.softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]) / 5
     torch.testing.assert_close(loss.detach(), -p.log().mean(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("cap", [None, 1.0])
+def test_marginal_loss_by_chunks_equals_that_of_all_logits(cap, packed, monkeypatch):
+    """Value and gradients, in float64, with ignored targets; chunks have three tokens."""
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_BYTES", 3 * 40 * 8)
+    model = build([{"mixer": "kla", "slots": 4, "mlp": 24}], loss="marginal", loss_samples=4, logit_cap=cap)
+    model = model.double().train()
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)
+    ids = tokens(1, 14) if packed else tokens(2, 7)
+    labels = ids.masked_fill(torch.arange(ids.numel()).view_as(ids) % 5 == 3, -100)
+    bounds = {"cu_seq_lens_q": torch.tensor([0, 6, 14], dtype=torch.int32)} if packed else {}
+
+    def differentiate(loss):
+        return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+    torch.manual_seed(3)
+    found = differentiate(model(ids, labels=labels, skip_logits=True, **bounds).loss)
+    core = model.model(ids, output_posterior=True, output_layout=True, **bounds)
+    targets, posterior = next_token_targets(labels, core.layout.segments), core.posterior
+    torch.manual_seed(3)
+    log_p = []
+    for _ in range(4):
+        readout = posterior.mean + posterior.variance.sqrt() * torch.randn_like(posterior.mean)
+        logits = model.head_logits(model.model.norm(model.model.layers.finish(posterior, readout)))
+        log_p.append(logits.log_softmax(-1).gather(-1, targets.clamp(min=0)[..., None]).squeeze(-1))
+    expected = math.log(4) - torch.stack(log_p).logsumexp(0)
+    assert 0 < (targets == -100).sum() < targets.numel() - 5
+    torch.testing.assert_close(found, differentiate(expected[targets != -100].mean()), check_dtype=False)
+
+
+def test_marginal_loss_does_not_keep_logits(monkeypatch):
+    """The peak of memory, forward and backward, is below the logits of one sample, for a chunk of 1/32 of them."""
+    batch, length, words = 4, 256, 1024
+    logits = 4 * batch * length * words
+    monkeypatch.setattr(fused_cross_entropy, "CHUNK_BYTES", logits // 32)
+    options = {"loss": "marginal", "loss_samples": 3, "logit_cap": 15.0, "vocab_size": words}
+    model, ids = build([{"mixer": "kla", "slots": 4}], **options).train(), torch.randint(words, (batch, length))
+    core = model.model(ids, output_posterior=True)
+    mean, variance = (x.detach().requires_grad_() for x in core.posterior[1:3])
+    head = model.lm_head
+    weight_bytes = 4 * head.weight.numel()
+
+    def peak(score) -> int:
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+            marginal_likelihood(score, mean, variance, ids, samples=3).backward()
+        held = most = 0
+        for event in profiler.profiler.kineto_results.events():
+            if event.name() == "[memory]":
+                held += event.nbytes()
+                most = max(most, held)
+        return most
+
+    assert peak(lambda x, targets: target_nll(head(x), targets)) > 2 * logits
+    assert peak(lambda x, targets: head_nll(head, x, targets, 15.0)) < logits / 4 + 3 * weight_bytes
 
 
 def test_marginal_loss_trains_the_variances():

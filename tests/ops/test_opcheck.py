@@ -34,12 +34,17 @@ WITHOUT_BACKWARD = {"attend_segment_slots", "ridge_chunked"}
 GRADIENTS_IN_FORWARD = {"linear_cross_entropy"}
 GRADIENTS_BY_ITSELF = {"solve"}  # its backward pass calls the op again
 WITHOUT_AOT = ("test_schema", "test_autograd_registration", "test_faketensor")
-CONSTANTS = {"rotary_frequencies": (3, 1e4, torch.device(DEVICES[-1]))}  # op without tensors -> its arguments
 
 
 def head() -> tuple[Tensor, ...]:
     """Return hidden states, weight and bias of an output head."""
     return torch.randn(2, 3, 4), torch.randn(7, 4), torch.randn(7)
+
+
+NO_GRADIENTS = {  # op without gradients -> its arguments
+    "rotary_frequencies": lambda: (3, 1e4, torch.device(DEVICES[-1])),
+    "linear_nll": lambda: (*head(), torch.tensor([[3, -100, 6], [0, 2, 2]]), torch.float32, 2.0),
+}
 
 
 def radial() -> tuple[Any, ...]:
@@ -88,6 +93,7 @@ FUSED = {  # parts of layers and of updates: arguments of the op
     "swiglu": lambda: (torch.randn(2, 5, 6),),
     "add_rms_norm": lambda: (torch.randn(2, 5, 4).half(), torch.randn(2, 5, 4), torch.ones(4), 1e-6, torch.half),
     "linear_cross_entropy": lambda: (*head(), torch.tensor([[3, -100, 6], [0, 2, 2]]), torch.float32, [True] * 3),
+    "linear_nll_carrier": lambda: (*head(), torch.tensor([[3, -100, 6], [0, 2, 2]]), torch.float32, 2.0, [True] * 3),
     "trajectory_parameters": raw_parameters,
     "rms_norm": lambda: (torch.randn(2, 5, 8), torch.randn(2, 5, 8), torch.ones(4), 4, 1e-6, "silu", False, torch.half),
 }
@@ -114,9 +120,9 @@ def _registered() -> set[str]:
 
 def test_every_registered_op_has_a_case():
     found = {name.removesuffix("_backward") for name in _registered()}
-    assert found == {*CASES, *FUSED, *RECOMPUTED, *CONSTANTS}
+    assert found == {*CASES, *FUSED, *RECOMPUTED, *NO_GRADIENTS}
     without = {name for name in found if f"{name}_backward" not in _registered()}
-    assert without == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD | GRADIENTS_BY_ITSELF | CONSTANTS.keys()
+    assert without == WITHOUT_BACKWARD | GRADIENTS_IN_FORWARD | GRADIENTS_BY_ITSELF | NO_GRADIENTS.keys()
 
 
 def _check(op: Any, arguments: tuple[Any, ...], **options: Any) -> None:
@@ -188,9 +194,10 @@ def test_fused_op_passes_opcheck(name, strided):
         _check(*called, **({"test_utils": "test_faketensor"} if strided else {}))
 
 
-@pytest.mark.parametrize("name", CONSTANTS)
-def test_constant_passes_opcheck(name):
-    _check(getattr(torch.ops.kalmix, name).default, CONSTANTS[name])
+@pytest.mark.parametrize("name", NO_GRADIENTS)
+def test_op_without_gradients_passes_opcheck(name):
+    given = tree_map_only(Tensor, lambda x: x.to(DEVICES[-1]), NO_GRADIENTS[name]())
+    _check(getattr(torch.ops.kalmix, name).default, given)
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)

@@ -16,7 +16,6 @@ from kalmix.models import KalmixConfig, KalmixForCausalLM, optimizer
 from kalmix.models.optimizer import optimizer_groups
 from kalmix.training import Recipe, recipe_checks, trainer
 from kalmix.training.batching import plan_batches
-from kalmix.training.estimates import estimate, flops_per_token, peak_flops
 from kalmix.training.initial_model import build
 from kalmix.training.recipe import CHANGEABLE
 from kalmix.training.run import train
@@ -199,20 +198,6 @@ def test_tokens_per_step_that_do_not_divide_are_refused() -> None:
         plan_batches(Recipe(seq_len=2048, batch_tokens=8192, context_parallel=2, shards="x", steps=1), 6)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("NVIDIA L20", "NVIDIA RTX A1000", "NVIDIA A10G", "NVIDIA GB300", "NVIDIA GeForce RTX 4090 Laptop GPU"),
-        *("NVIDIA GeForce RTX 5090 D", "NVIDIA RTX 6000 Ada Generation", "AMD Instinct MI325X"),
-    ],
-)
-def test_peak_of_a_gpu_with_a_similar_name_is_not_used(name: str) -> None:
-    assert peak_flops(name, bf16=True) is None
-    assert peak_flops("NVIDIA L4", bf16=True) == 121e12
-    assert peak_flops("NVIDIA A100-SXM4-80GB", bf16=True) == 312e12
-    assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == peak_flops("h100", bf16=True) == 989e12
-
-
 def test_learning_rates_scale_with_width_and_batch() -> None:
     """Kalman Linear Attention, Table 13: effective rates of 2.5e-3 and 3.0e-3."""
     rules = {"reference_width": 768, "reference_batch": 2**19, "steps": 1}
@@ -310,50 +295,6 @@ def test_all_settings_are_loaded_as_saved(tmp_path: Path) -> None:
     recipe.save(tmp_path)
     assert Recipe.load(tmp_path) == recipe
     assert json.loads((tmp_path / "recipe.json").read_text())["tokens"] == 10**11
-
-
-def test_flops_count_weights_and_recurrences() -> None:
-    """A GPT of width D with MLPs of 4 D has 12 D^2 weights per block, and reads T / 2 tokens on average."""
-    width, length, vocabulary = 64, 512, 300
-    gpt = ({"mixer": "attention", "heads": 2, "mlp": 8 * width // 3},)
-    recipe = Recipe(steps=3, layers=gpt, hidden_size=width, seq_len=length, vocab_size=vocabulary, batch_size=2)
-    mlp = 3 * width * (8 * width // 3)
-    weights = 4 * width**2 + mlp + vocabulary * width
-    model = build(recipe, vocabulary, 0)
-    assert flops_per_token(model, length) == 6 * weights + 6 * length * width
-    found = estimate(recipe, plan_batches(recipe, 1))
-    assert found.parameters == sum(value.numel() for value in model.parameters())
-    assert found.vocabulary_parameters == 2 * vocabulary * width
-    assert found.flops == 3 * 2 * length * flops_per_token(model, length)
-    assert found.state_bytes == 16 * found.parameters
-
-
-@pytest.mark.parametrize("mixer", ["kla", "mamba2", "gated-kalmanet", "gated-deltanet"])
-def test_flops_of_recurrences_do_not_depend_on_the_length(mixer: str) -> None:
-    layer = build(Recipe(steps=1, layers=(mixer,), hidden_size=64), 300, 0).model.layers[0].mixer
-    assert layer.flops_per_token(64) == layer.flops_per_token(4096) >= 4 * layer.state_size(64)
-
-
-def test_checkpointing_and_sharding_lower_the_estimated_memory() -> None:
-    sizes = {"hidden_size": 64, "seq_len": 512, "vocab_size": 300, "steps": 1}
-    plain, checkpointed, sharded = (
-        estimate(recipe, plan_batches(recipe, 4))
-        for recipe in (Recipe(**sizes), Recipe(**sizes, checkpointing=True), Recipe(**sizes, fsdp=True))
-    )
-    assert checkpointed.activation_bytes < plain.activation_bytes
-    assert sharded.state_bytes == plain.state_bytes // 4
-
-
-def test_peaks_are_found_by_the_name_of_the_gpu() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3", bf16=True) == 989e12
-    assert peak_flops("NVIDIA H100 PCIe", bf16=True) == 756e12
-    assert peak_flops("NVIDIA A100-SXM4-40GB", bf16=False) == 19.5e12
-    assert peak_flops("NVIDIA GeForce RTX 5090", bf16=True) == 209.5e12
-    assert peak_flops("AMD Instinct MI300X", bf16=True) == 1307.4e12
-    assert peak_flops("NVIDIA RTX A6000", bf16=True) == 154.8e12
-    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("L4", "L40", "L40S")] == [121e12, 181e12, 362e12]
-    assert [peak_flops(f"NVIDIA {x}", bf16=True) for x in ("B200", "GB200")] == [2250e12, 2500e12]
-    assert peak_flops("Unknown", bf16=True) is None
 
 
 def test_log_has_rates_and_gradient_norms(small, tmp_path: Path) -> None:

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kalmix import ArgumentError
+from kalmix.models.optimizer import optimizer_groups
 from kalmix.training import Recipe
 from kalmix.training.batching import plan_batches
 from kalmix.training.estimates import estimate
+from kalmix.training.initial_model import build
 from kalmix.training.recipe_files import read_recipe, recipe_names
 from kalmix.training.run import train
 
@@ -102,6 +105,36 @@ def test_large_recipe_takes_a_step_at_reduced_size(name: str, shards: Path, tmp_
     recipe = read_recipe(name, [f"shards={shards}", *settings])
     small = {"layers": recipe.layers[5:7], "seq_len": 32, "batch_tokens": 32, "eval_tokens": 0}
     assert train(replace(recipe, **small), tmp_path / "run").finished
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "1b" in name or "2.8b" in name])
+def test_large_recipe_takes_a_step_at_its_width(name: str) -> None:
+    """One block of each kind, at the real hidden size, heads and MLP. Only depth, vocabulary and length are reduced."""
+    recipe = read_recipe(name, ["shards=x"])
+    kinds = {layer["mixer"]: layer for layer in recipe.layers}
+    assert set(kinds) == ({"gated-kalmanet", "attention"} if "hybrid" in name else {"gated-kalmanet"})
+    model = build(replace(recipe, layers=tuple(kinds.values())), 512, 0).train()
+    scale = recipe.lr_scale(recipe.batch_tokens)
+    groups = optimizer_groups(
+        model,
+        learning_rate=scale * recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        learning_rates=recipe.learning_rates,
+        weight_decays=recipe.weight_decays,
+    )
+    optimizer = torch.optim.AdamW(groups, betas=recipe.betas, eps=recipe.eps)
+    ids = torch.randint(512, (1, 64), generator=torch.Generator().manual_seed(0))
+    losses = []
+    for _ in range(2):
+        loss = model(ids, labels=ids, skip_logits=True).loss
+        losses.append(float(loss.detach()))
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), recipe.clip)
+        assert norm.isfinite() and norm > 0
+        optimizer.step()
+    assert losses[1] < losses[0]
 
 
 @pytest.mark.parametrize("name", ["kla-45m", *VARIANTS, "gpt-mamba-45m", "gpt-gdn-45m"])

@@ -247,3 +247,32 @@ def test_a_run_inside_its_text_is_refused(recipe, text_file: Path, tmp_path: Pat
     with pytest.raises(ArgumentError, match=rf"`output` is '{tmp_path / output}', which is inside the text .*--output"):
         train(given, tmp_path / output)
     assert sorted(path.name for path in (tmp_path / "text").iterdir()) == [text_file.name]
+
+
+@pytest.mark.slow
+def test_compiled_run_has_the_losses_of_an_uncompiled_one(recipe, tmp_path: Path) -> None:
+    """Compilation reorders sums in float32: losses near 5 nats differ by less than 1e-5."""
+    layers = {"mixer": "attention", "heads": 2}, {"mixer": "kla", "slots": 4}
+    plain, compiled = (
+        train(recipe(layers=layers, steps=5, compile=on), tmp_path / f"compiled-{on}") for on in (False, True)
+    )
+    for name in ("training", "held_out"):
+        expected, found = getattr(plain, name), getattr(compiled, name)
+        assert [row[0] for row in found] == [row[0] for row in expected]
+        assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], abs=1e-5)
+
+
+def test_run_that_propagates_samples_resumes_exactly(recipe, tmp_path: Path) -> None:
+    """Resumed runs draw the samples of the uninterrupted one; the model is then evaluated with means."""
+    layers = ({"mixer": "kla", "slots": 4},) * 2
+    sampled = recipe(layers=layers, steps=6, model={"propagate": "sample"})
+    whole = train(sampled, tmp_path / "whole")
+    train(sampled, tmp_path / "part", callbacks=[Kill(3)])
+    rest = train(sampled, tmp_path / "part", resume=True)
+    assert rest.training == whole.training and rest.held_out == whole.held_out
+    assert all(math.isfinite(loss) for _, loss in whole.training)
+    assert whole.training != train(recipe(layers=layers, steps=6), tmp_path / "mean").training
+    model, ids = rest.model.eval(), torch.arange(1, 9)[None]
+    assert model.config.propagate == "sample"
+    torch.testing.assert_close(model(ids).logits, model(ids).logits, rtol=0, atol=0)
+    assert model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None).shape == (1, 11)

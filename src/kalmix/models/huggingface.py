@@ -25,6 +25,7 @@ from kalmix.models.losses import (
     cap_logits,
     cross_entropy,
     head_cross_entropy,
+    head_nll,
     marginal_likelihood,
     marginal_log_probs,
     next_token_targets,
@@ -266,8 +267,13 @@ class KalmixForCausalLM(KalmixPreTrainedModel, BeliefGenerationMixin):
             if logits is None:
                 return head_cross_entropy(self.lm_head, hidden, targets, count, self.config.logit_cap)
             return cross_entropy(logits, targets, count)
+
+        def score(readout: Tensor, targets: Tensor) -> Tensor:
+            hidden = self.model.norm(self.model.layers.finish(posterior, readout))
+            return head_nll(self.lm_head, hidden, targets, self.config.logit_cap)
+
         return marginal_likelihood(
-            lambda readout: self.head_logits(self.model.norm(self.model.layers.finish(posterior, readout))),
+            score,
             *(posterior.mean, posterior.variance, targets),
             samples=self.config.loss_samples,
             chunk_size=self.config.loss_chunk_size,

@@ -11,13 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kalmix.layers.fused import linear_cross_entropy
-from kalmix.layers.fused.cross_entropy import CHUNK_BYTES, IGNORE_INDEX, divide_by_count
-from kalmix.layers.modules import is_plain, is_plain_linear, sample_gaussian
+from kalmix.layers.fused import linear_cross_entropy, linear_nll
+from kalmix.layers.fused.cross_entropy import IGNORE_INDEX, divide_by_count
+from kalmix.layers.modules import is_plain_linear, sample_gaussian
 from kalmix.segments import Segments
 from kalmix.types import belief_dtype
-
-CHUNK_LOGITS = CHUNK_BYTES // 4  # float32 logits of a capped head that the loss holds at once
 
 
 def next_token_targets(labels: Tensor, segments: Segments | None) -> Tensor:
@@ -49,7 +47,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, count: Tensor | int | None = 
     Returns:
         A scalar, at least float32; 0 if all targets are ignored.
     """
-    return _average(_nll(logits, targets), targets, count)
+    return _average(target_nll(logits, targets), targets, count)
 
 
 def head_cross_entropy(
@@ -76,8 +74,8 @@ def head_cross_entropy(
     """
     if cap is None and is_plain_linear(head):
         return linear_cross_entropy(hidden, head.weight, targets, head.bias, count)
-    if cap is not None and is_plain(head, nn.Linear):
-        return _cross_entropy_by_chunks(head, hidden, targets, count, cap)
+    if is_plain_linear(head):
+        return divide_by_count(head_nll(head, hidden, targets, cap).sum(), targets, count)
     return cross_entropy(cap_logits(head(hidden), cap), targets, count)  # on the device of the head
 
 
@@ -86,23 +84,27 @@ def cap_logits(logits: Tensor, cap: float | None) -> Tensor:
     return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-def _cross_entropy_by_chunks(
-    head: nn.Module, hidden: Tensor, targets: Tensor, count: Tensor | int | None, cap: float
-) -> Tensor:
-    """Compute `head_cross_entropy` with logits of a chunk of tokens at a time, computed again backward."""
-    flat, flat_targets = hidden.flatten(0, -2), targets.flatten()
-    size = max(1, CHUNK_LOGITS // int(head.weight.shape[0]))  # pyright: ignore[reportIndexIssue]
+def head_nll(head: nn.Module, hidden: Tensor, targets: Tensor, cap: float | None = None) -> Tensor:
+    """Compute the negative log-likelihood of each target, with `head` and memory as in `head_cross_entropy`.
 
-    def chunk_nll(hidden: Tensor, targets: Tensor) -> Tensor:
-        return _nll(cap_logits(head(hidden), cap), targets).sum()
+    The backward pass computes logits again.
 
-    chunks = zip(flat.split(size), flat_targets.split(size), strict=True)
-    total = torch.stack([checkpoint(chunk_nll, *chunk, use_reentrant=False) for chunk in chunks]).sum()
-    return divide_by_count(total, targets.to(total.device), count)
+    Args:
+        head: maps `[..., D]` to logits `[..., vocab_size]`.
+        hidden: `[..., D]`.
+        targets: `[...]`; -100 is ignored.
+        cap: as in `cap_logits`.
+
+    Returns:
+        `[...]`, at least float32; 0 for ignored targets.
+    """
+    if is_plain_linear(head):
+        return linear_nll(hidden, head.weight, targets, head.bias, cap)
+    return target_nll(cap_logits(head(hidden), cap), targets)
 
 
 def marginal_likelihood(
-    decode: Callable[[Tensor], Tensor],
+    score: Callable[[Tensor, Tensor], Tensor],
     mean: Tensor,
     variance: Tensor,
     targets: Tensor,
@@ -114,16 +116,18 @@ def marginal_likelihood(
     """Estimate the mean negative log marginal likelihood of targets by Monte Carlo, in nats per target.
 
     Equations 24 and 25 of Kalman Linear Attention: log S - logsumexp_s log p(target | sample s), with S independent
-    samples of the read-out per token. Memory is that of `chunk_size` logits for any S, because the backward pass draws
-    the same samples and decodes them again.
+    samples of the read-out per token. The backward pass draws the same samples and scores them again, so memory is that
+    of `chunk_size` calls of `score` for any S. With `head_nll` in it, no call keeps the logits of more than a chunk of
+    tokens. Samples do not depend on how `score` divides its tokens.
 
     Args:
-        decode: maps read-outs `[S, B, T, E]` to logits `[S, B, T, vocab_size]`.
+        score: maps read-outs `[S, B, T, E]` and targets `[S, B, T]` to the negative log-likelihood of each target, as
+            `head_nll` or `target_nll` computes it.
         mean: `[B, T, E]`, posterior mean of the read-out.
         variance: `[B, T, E]`, posterior variance of the read-out.
         targets: `[B, T]`; -100 is ignored.
         samples: S. With S = 1 and zero variance the result equals `cross_entropy`.
-        chunk_size: samples decoded together.
+        chunk_size: samples scored together.
         count: as in `cross_entropy`.
         group: ranks that divide the channels of the read-out, by tensor parallelism; `None` if one process has all.
 
@@ -131,14 +135,15 @@ def marginal_likelihood(
         A scalar, at least float32. Its expectation is an upper bound on the exact value and decreases with S.
     """
 
-    def chunk_log_likelihood(size: int, mean: Tensor, variance: Tensor) -> Tensor:
+    def chunk_nll(size: int, mean: Tensor, variance: Tensor) -> Tensor:
         # Draw each sample by itself, so that `chunk_size` does not change the random numbers.
         readouts = torch.stack([sample_gaussian(mean, variance, group) for _ in range(size)])
-        return torch.logsumexp(-_nll(decode(readouts), targets.expand(size, *targets.shape)), dim=0)
+        return score(readouts, targets.expand(size, *targets.shape))
 
     sizes = [min(chunk_size, samples - start) for start in range(0, samples, chunk_size)]
-    chunks = [checkpoint(chunk_log_likelihood, size, mean, variance, use_reentrant=False) for size in sizes]
-    return _average(math.log(samples) - torch.logsumexp(torch.stack(chunks), dim=0), targets, count)
+    # The sum over samples is outside, so that nothing after the last stored tensor of `score` is computed again.
+    chunks = [checkpoint(chunk_nll, size, mean, variance, use_reentrant=False) for size in sizes]
+    return _average(math.log(samples) - torch.logsumexp(-torch.cat(chunks), dim=0), targets, count)
 
 
 def marginal_log_probs(
@@ -167,8 +172,16 @@ def marginal_log_probs(
     return total - math.log(samples)
 
 
-def _nll(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the loss of each target, at least float32; 0 for ignored targets."""
+def target_nll(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute the negative log-likelihood of each target.
+
+    Args:
+        logits: `[..., vocab_size]`.
+        targets: `[...]`; -100 is ignored.
+
+    Returns:
+        `[...]`, at least float32; 0 for ignored targets.
+    """
     logits = logits.to(belief_dtype(logits.dtype))
     flat_targets = targets.flatten().to(logits.device)
     flat = F.cross_entropy(logits.flatten(0, -2), flat_targets, ignore_index=IGNORE_INDEX, reduction="none")

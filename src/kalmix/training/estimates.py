@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -75,16 +75,40 @@ def peak_flops(device_name: str, bf16: bool) -> float | None:
 def flops_per_token(model: nn.Module, length: int) -> float:
     """Return the FLOPs of a training step per token: forward, and twice as many backward.
 
-    Each weight of a linear map counts two in the forward pass, and each mixer its `flops_per_token`. Embeddings, norms,
-    convolutions, the optimizer, and activations that are computed again are not counted.
+    Each weight of a linear map counts two in the forward pass, and each mixer its `flops_per_token`. With the loss
+    "marginal", weights that follow the last read-out (output projection, MLP, head) count once per sample.
+
+    These are FLOPs of the model, as MFU usually counts them. Not counted are embeddings, norms, convolutions, the
+    optimizer, the output of the last block for the mean, which the loss "marginal" does not use, and what is computed
+    again: activations with `checkpointing`, and samples with this loss. So the MFU of such runs is at most 3/4 there.
 
     Args:
         model: model; it may be on the device "meta".
         length: tokens per sequence.
     """
-    linear = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
+    weights = _linear_weights(model)
+    if (samples := _loss_samples(model)) > 1:
+        weights += (samples - 1) * sum(_linear_weights(part) for part in _parts_of_samples(model))
     mixers = sum(module.flops_per_token(length) for module in model.modules() if isinstance(module, Mixer))
-    return 6.0 * linear + 3.0 * mixers
+    return 6.0 * weights + 3.0 * mixers
+
+
+def _linear_weights(module: nn.Module) -> int:
+    return sum(x.weight.numel() for x in module.modules() if isinstance(x, nn.Linear))
+
+
+def _loss_samples(model: nn.Module) -> int:
+    """Return how often a training step runs the parts after the last read-out on other inputs."""
+    config: Any = model.config if isinstance(model, KalmixForCausalLM) else None
+    return config.loss_samples if config is not None and config.loss == "marginal" else 1
+
+
+def _parts_of_samples(model: Any) -> list[nn.Module]:
+    """Return the parts of a `KalmixForCausalLM` with weights of linear maps that follow the last read-out."""
+    block = model.model.layers.last_block
+    # Layers of kalmix with a posterior have one linear map after the read-out.
+    parts = getattr(block.mixer, "out_proj", None), block.mlp, model.lm_head
+    return [part for part in parts if part is not None]
 
 
 class Estimate(NamedTuple):
@@ -97,7 +121,8 @@ class Estimate(NamedTuple):
         flops: FLOPs of the run; `None` if time alone limits it.
         state_bytes: weights, gradients and optimizer on each device.
         activation_bytes: rough size of the activations that a batch keeps for the backward pass on each device: inputs
-            and outputs of the linear maps, and the logits of a chunk.
+            and outputs of the linear maps, and the logits of a chunk. With the loss "marginal" also the posterior of
+            the last read-out, the activations after one sample of it, and the losses of all samples.
     """
 
     parameters: int
@@ -140,11 +165,20 @@ def estimate(recipe: Recipe, batching: Batching) -> Estimate:
 
 def _activation_bytes(model: KalmixForCausalLM, recipe: Recipe, batching: Batching) -> int:
     width = 2 if recipe.bf16 else 4
-    blocks = [
-        width * sum(x.in_features + x.out_features for x in block.modules() if isinstance(x, nn.Linear))
-        for block in (module for module in model.modules() if isinstance(module, Block))
-    ]
+    blocks = [width * _linear_columns(module) for module in model.modules() if isinstance(module, Block)]
     residual = 4 * recipe.hidden_size
     per_token = len(blocks) * residual + max(blocks) if recipe.checkpointing else sum(blocks) + len(blocks) * residual
+    if recipe.loss == "marginal":
+        *parts, _ = _parts_of_samples(model)
+        readout = getattr(parts[0], "in_features", recipe.hidden_size) if parts else recipe.hidden_size
+        a_sample = width * sum(map(_linear_columns, parts)) + residual
+        together = min(model.config.loss_chunk_size, model.config.loss_samples)
+        per_token += (width + 4) * readout + together * a_sample + 4 * model.config.loss_samples
     tokens = batching.rows * recipe.seq_len // recipe.context_parallel
-    return tokens * per_token + min(CHUNK_BYTES, tokens * recipe.vocab_size * width)
+    copies = 1 if model.config.logit_cap is None else 2  # logits and their slopes
+    return tokens * per_token + copies * min(CHUNK_BYTES, tokens * recipe.vocab_size * width)
+
+
+def _linear_columns(module: nn.Module) -> int:
+    """Return the number of inputs and outputs of the linear maps for a token."""
+    return sum(x.in_features + x.out_features for x in module.modules() if isinstance(x, nn.Linear))

@@ -22,6 +22,7 @@ from kalmix.layers.fused.gating import swiglu_linear as swiglu_linear
 from kalmix.layers.fused.head_signals import HeadSignal as HeadSignal
 from kalmix.layers.fused.head_signals import can_fuse_signals as can_fuse_signals
 from kalmix.layers.fused.head_signals import head_signals as head_signals
+from kalmix.layers.fused.linear_nll import linear_nll as linear_nll
 from kalmix.layers.fused.positive import positive as positive
 from kalmix.layers.fused.precision import softplus_precision as softplus_precision
 from kalmix.layers.fused.recompute import without_storing as without_storing

@@ -6,7 +6,7 @@ and with the hidden states at once. So memory holds the logits of one chunk, and
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -66,7 +66,7 @@ def linear_cross_entropy(
         >>> torch.allclose(loss, expected)
         True
     """
-    _check(hidden, weight, targets, bias)
+    check_head_inputs(hidden, weight, targets, bias)
     dtype = dispatch.output_dtype(hidden.device, hidden.dtype)
     if in_transform():
         total = _with_all_logits(hidden, weight, bias, targets, dtype)
@@ -83,7 +83,8 @@ def divide_by_count(total: Tensor, targets: Tensor, count: Tensor | int | None) 
     return total / (count.to(total.device) if isinstance(count, Tensor) else count)
 
 
-def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+def check_head_inputs(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
+    """Check shapes, dtypes and devices and, on a CPU, that targets are in the vocabulary."""
     sizes: dict[str, int] = {}
     check_shape("weight", weight, "V D", sizes)
     check_dtype_and_device("hidden", hidden, FLOATS, hidden.device)
@@ -139,15 +140,70 @@ def _forward(
         needs: which gradients are needed.
     """
     wide = belief_dtype(dtype)
-    vocab_size, width = weight.shape
-    rows, head = hidden.reshape(-1, width).to(dtype), weight.to(dtype)
-    flat_targets = targets.flatten().contiguous()  # a flat view of a column has a stride
-    offset = None if bias is None else bias.to(dtype)
+    head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
+    rows = hidden.reshape(-1, weight.shape[1]).to(dtype)
     nll = rows.new_empty(len(rows), dtype=wide)
-    hidden_grad = rows.new_empty(hidden.shape if needs[0] else 0)
-    row_grads = hidden_grad.view(rows.shape if needs[0] else 0)
-    weight_grad = rows.new_zeros(weight.shape if needs[1] else 0, dtype=wide)
-    bias_grad = rows.new_zeros(vocab_size if needs[2] else 0, dtype=wide)
+    grads = empty_grads(rows, head, needs)
+    score_chunks(rows, head, targets.flatten(), nll, grads)
+    hidden_grad = rows.new_empty(0) if grads.rows is None else grads.rows.view(hidden.shape)
+    weight_grad, bias_grad = (rows.new_empty(0, dtype=wide) if x is None else x for x in grads[1:])
+    return nll.sum(), hidden_grad, weight_grad, bias_grad
+
+
+class Head(NamedTuple):
+    """Linear head in the dtype of its logits.
+
+    Attributes:
+        weight: `[vocab_size, D]`.
+        bias: `[vocab_size]`, or `None`.
+        cap: logits z are replaced by cap tanh(z / cap); `None` keeps them.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    cap: float | None = None
+
+
+class HeadGrads(NamedTuple):
+    """Gradients that `score_chunks` writes or adds to; `None` for those that are not needed.
+
+    Attributes:
+        rows: `[N, D]` of the hidden states, in the dtype of the logits.
+        weight: `[vocab_size, D]`, at least float32.
+        bias: `[vocab_size]`, at least float32.
+    """
+
+    rows: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+def empty_grads(rows: Tensor, head: Head, needs: list[bool]) -> HeadGrads:
+    """Return memory for the needed gradients of hidden states `[N, D]`, weight and bias; sums begin at 0."""
+    wide = belief_dtype(rows.dtype)
+    return HeadGrads(
+        torch.empty_like(rows) if needs[0] else None,
+        rows.new_zeros(head.weight.shape, dtype=wide) if needs[1] else None,
+        rows.new_zeros(len(head.weight), dtype=wide) if needs[2] else None,
+    )
+
+
+def score_chunks(
+    rows: Tensor, head: Head, targets: Tensor, nll: Tensor, grads: HeadGrads, factors: Tensor | None = None
+) -> None:
+    """Compute losses of targets and gradients of their sum, with the logits of one chunk of tokens in memory.
+
+    Args:
+        rows: `[N, D]`, hidden states in the dtype of the logits.
+        head: head.
+        targets: `[N]` int64; -100 is ignored.
+        nll: `[N]`, at least float32; the losses are written to it.
+        grads: gradients to write to.
+        factors: `[N]`, factor of each loss in the sum whose gradients are computed; `None` for 1.
+    """
+    vocab_size, dtype = len(head.weight), rows.dtype
+    targets = targets.contiguous()  # a flat view of a column has a stride
+    needs_any = any(x is not None for x in grads)
     size = _chunk_size(len(rows), vocab_size * dtype.itemsize)
     padded = rows.new_empty(size, -(-vocab_size // ALIGNMENT) * ALIGNMENT)
     padded[:, vocab_size:] = 0  # some CPUs read these columns and multiply them by 0, which NaN would survive
@@ -156,18 +212,26 @@ def _forward(
         chunk = slice(start, start + size)
         x = rows[chunk]
         logits = buffer[: len(x)]
-        if offset is None:
-            torch.mm(x, head.mT, out=logits)
+        if head.bias is None:
+            torch.mm(x, head.weight.mT, out=logits)
         else:
-            torch.addmm(offset, x, head.mT, out=logits)
-        _replace_with_gradient(logits, flat_targets[chunk], nll[chunk], any(needs))
-        if needs[0]:
-            torch.mm(logits, head, out=row_grads[chunk])
-        if needs[1]:
-            _add_product(weight_grad, logits.mT, x)
-        if needs[2]:
-            bias_grad += logits.sum(0, dtype=wide)
-    return nll.sum(), hidden_grad, weight_grad, bias_grad
+            torch.addmm(head.bias, x, head.weight.mT, out=logits)
+        slope = None
+        if head.cap is not None:
+            logits.div_(head.cap).tanh_()
+            slope = torch.addcmul(logits.new_ones(()), logits, logits, value=-1) if needs_any else None
+            logits.mul_(head.cap)
+        _replace_with_gradient(logits, targets[chunk], nll[chunk], needs_any)
+        if slope is not None:
+            logits.mul_(slope)
+        if factors is not None:
+            logits.mul_(factors[chunk, None])
+        if grads.rows is not None:
+            torch.mm(logits, head.weight, out=grads.rows[chunk])
+        if grads.weight is not None:
+            _add_product(grads.weight, logits.mT, x)
+        if grads.bias is not None:
+            grads.bias.add_(logits.sum(0, dtype=grads.bias.dtype))
 
 
 def _chunk_size(rows: int, row_bytes: int) -> int:
