@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
+import subprocess
+import sys
 import time
 from multiprocessing import active_children
 from pathlib import Path
@@ -24,9 +24,25 @@ def test_workers_outlive_the_first_sigterm(prepared: tuple[Path, Manifest]) -> N
     workers = [worker for worker in active_children() if worker not in before]
     assert len(workers) == 2
     for worker in workers:
-        os.kill(worker.pid or 0, signal.SIGTERM)
+        subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)  # the sender is another process
     for _ in range(6):
         assert torch.equal(next(batches)["input_ids"], next(plain)["input_ids"])
     with pytest.raises(RuntimeError, match="killed by signal"):  # PyTorch raises it when a worker has ended
-        os.kill(workers[0].pid or 0, signal.SIGTERM)
+        subprocess.run(["kill", "-TERM", str(workers[0].pid)], check=True)
         time.sleep(20)
+
+
+def test_a_process_ends_although_its_workers_run(prepared: tuple[Path, Manifest]) -> None:
+    """A script that keeps an iterator until its end leaves the workers to Python, which sends them a SIGTERM."""
+    code = """
+import sys
+from kalmix.training.shards import Order, TokenLoader
+loader = TokenLoader(sys.argv[1], Order(seq_len=16, packing="stream"), batch_size=2, workers=2)
+batches = iter(loader)
+print(len(next(batches)["input_ids"]))
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(prepared[0])], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (0, "2\n"), ended.stderr
+    assert "killed" not in ended.stderr

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import signal
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -256,12 +258,23 @@ class TokenLoader(DataLoader[Batch]):
 
 
 def _outlive_one_signal(worker: int) -> None:
-    """Let a worker outlive the first SIGTERM.
+    """Let a worker outlive the first SIGTERM that is not from its training process, on systems that tell who sent it.
 
     torchrun and schedulers send it to all processes of a run. The training process then still needs batches, to end the
-    step and save a checkpoint.
+    step and save a checkpoint. Python sends it to workers that still run when the training process ends.
     """
-    signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
+    if hasattr(signal, "sigwaitinfo"):
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+        threading.Thread(target=_wait_for_signals, args=(os.getppid(),), daemon=True).start()
+
+
+def _wait_for_signals(training_process: int) -> None:
+    """End this process at the first SIGTERM of the training process, or at the second one of others."""
+    for last in (False, True):
+        if signal.sigwaitinfo([signal.SIGTERM]).si_pid == training_process:
+            os._exit(0)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _digest(hashes: list[str]) -> str:
