@@ -223,6 +223,31 @@ def test_marginal_loss_does_not_keep_logits(monkeypatch):
     assert peak(lambda x, targets: head_nll(head, x, targets, 15.0)) < logits / 4 + 3 * weight_bytes
 
 
+@pytest.mark.slow
+def test_a_compiled_marginal_loss_has_the_gradient_of_its_samples():
+    """The backward pass draws the samples again; if it drew others, its gradient would not be that of the loss."""
+    model, ids = build("kla", loss="marginal", loss_samples=4).double(), tokens(2, 16)
+    compiled = torch.compile(model, dynamic=False)
+    parameters = list(model.parameters())
+    directions = [torch.randn_like(x) for x in parameters]
+
+    def loss() -> torch.Tensor:
+        torch.manual_seed(5)
+        return compiled(ids, labels=ids).loss
+
+    def moved(step: float) -> float:
+        with torch.no_grad():
+            for parameter, direction in zip(parameters, directions, strict=True):
+                parameter.add_(direction, alpha=step)
+        return loss().item()
+
+    loss().backward()
+    pairs = ((x.grad, y) for x, y in zip(parameters, directions, strict=True) if x.grad is not None)
+    slope = float(sum((x * y).sum() for x, y in pairs))
+    above, below = moved(1e-5), moved(-2e-5)
+    assert slope == pytest.approx((above - below) / 2e-5, rel=1e-4) and abs(slope) > 1e-2
+
+
 def test_marginal_loss_trains_the_variances():
     model = build("hybrid", loss="marginal", loss_samples=4, loss_chunk_size=2).train()
     ids = tokens(2, 6)
