@@ -11,7 +11,8 @@ of each kind were done (with compilation). Then prints the hours of one seed wit
 if every cell ran all epochs; without evaluation, AdamW, the Trainer's overhead, and early stopping.
 
 `--together N` also prints the steps a second of N processes with the same cell. They share a GPU if NVIDIA's
-multi-process service runs, and take turns otherwise. `--profile` prints the kernels of a step that take longest.
+multi-process service runs, and take turns otherwise. `--profile` prints the kernels of the slowest step that take
+longest.
 """
 
 from __future__ import annotations
@@ -145,13 +146,13 @@ def _rate(cell: RecallCell, device: torch.device, tf32: bool) -> float:
 
 
 def kernel_table(cell: RecallCell, device: torch.device, *, tf32: bool = False) -> str:
-    """Return a table of the kernels of ten steps of the first part that has training rows, the longest first.
+    """Return a table of the kernels of ten steps of the part whose step takes longest, the longest kernel first.
 
     On a CPU it has operations.
     """
     on_gpu = device.type == "cuda"
-    with _prepared(cell, device, tf32) as ((step, *_), _first):
-        step()
+    with _prepared(cell, device, tf32) as (steps, _first):
+        step = max(steps, key=lambda step: _least(step, device))
         with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
             for _ in range(PROFILED):
                 step()
