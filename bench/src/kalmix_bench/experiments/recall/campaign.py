@@ -50,13 +50,10 @@ STAGES = (
     _Stage("mad", "paper", LONG, MAD_FIRST),
     _Stage("mqar", "short", ("update",), ("bayesian", "gated-deltanet")),
     _Stage("mad", "encoder", ("selective-copying",), ("kla", "kla-noise-free"), one_seed=True),
-    _Stage("a5", "short", ("a5",), WORDS, (2,)),
-    _Stage("mad", "paper", LONG, MAD_OTHERS[:2]),  # long tasks begin early enough to end
-    _Stage("mad", "paper", FAST, MAD_FIRST),
-    _Stage("mqar", "short", ("shared", "block", "rewrite"), ("bayesian", "gated-deltanet")),
-    _Stage("a5", "short", ("a5",), WORDS, (3, 4)),
-    _Stage("mad", "paper", LONG, MAD_OTHERS[2:]),
-    _Stage("mad", "paper", FAST, MAD_OTHERS),
+    _Stage("a5", "short", ("a5",), WORDS, (2, 3, 4)),
+    _Stage("mad", "paper", LONG, MAD_OTHERS),  # long tasks begin early enough to end
+    _Stage("mad", "paper", FAST, (*MAD_FIRST, *MAD_OTHERS)),
+    _Stage("mqar", "short", ("block", "shared", "rewrite"), ("bayesian", "gated-deltanet")),
     _Stage("mad", "encoder", ("fuzzy-recall",), ("kla", "kla-noise-free"), one_seed=True),
     _Stage("mqar", "short", ("update", "shared", "rewrite"), ("bayesian-no-conv",)),
     _Stage("mqar", "short", ("update",), ("kda", "bayesian-slow", "mamba2")),

@@ -2,7 +2,8 @@
 
 A GPU adds the gradients of one row in varying order, and floating-point sums depend on it. PyTorch's deterministic sum
 is slow if most tokens have one id, as in selective copying. Integer sums do not depend on the order, so gradients are
-added as multiples of 2^-40 of the largest one.
+added as multiples of 2^-40 of the largest one. Tokens take turns with several copies of the table, so that few threads
+wait to add to the same row.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor
 from kalmix.ops._shared.custom_op import custom_op, once_differentiable
 
 _BITS = 40  # bits of a gradient; 2^22 gradients of one row fit into 63 bits
+_COPIES, _ROWS = 256, 1 << 16  # copies of the table, and rows of all copies, at most
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
@@ -43,12 +45,15 @@ class _Lookup(torch.autograd.Function):
 
 def _add_up(integers: Tensor, ids: Tensor, rows: int) -> Tensor:
     """Return sums `[rows, D]` of integers `[n, D]` over the rows `ids` `[n]`, in any order."""
+    copies = max(1, min(_COPIES, _ROWS // rows))
+    turns = torch.arange(len(ids), device=ids.device) % copies
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)
     try:
-        return integers.new_zeros(rows, integers.shape[1]).index_add_(0, ids, integers)
+        sums = integers.new_zeros(copies * rows, integers.shape[1]).index_add_(0, turns * rows + ids, integers)
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return sums.view(copies, rows, -1).sum(0)
 
 
 def _add_up_fake(integers: Tensor, ids: Tensor, rows: int) -> Tensor:
