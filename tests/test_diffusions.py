@@ -31,6 +31,7 @@ def test_riccati_solves_its_equation(rate: float, process: float, start: float) 
     assert riccati(*given, start) == pytest.approx(float(value), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 def test_riccati_equals_paper_and_frequent_filter() -> None:
     rate, process, noise = (torch.tensor(x, dtype=F64) for x in (0.4, 0.7, 0.5))
     lag = torch.tensor([0.0, 0.01, 1.5, 1e4], dtype=F64)

@@ -10,6 +10,7 @@ import pytest
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
+@pytest.mark.slow
 def test_your_own_design(tmp_path, monkeypatch, capsys):
     text = tmp_path / "text.txt"
     text.write_text("\n\n".join(f"Line {n}: {n} and {n} make {2 * n}, as anyone can see." for n in range(600)))

@@ -62,6 +62,7 @@ def test_wrong_arguments_of_figures_are_named(name: str, draw, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_figures_draw_tensors_that_require_gradients_and_unknown_values(tmp_path: Path) -> None:
     weights = torch.ones(1, 3, 3, dtype=torch.bfloat16, requires_grad=True).tril()
     plots.attention_maps(tmp_path / "maps.svg", weights, "abc", ["one"])

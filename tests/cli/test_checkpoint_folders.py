@@ -41,6 +41,7 @@ def names(result: object, folder: str) -> bool:
 
 
 @pytest.mark.parametrize("place", ["", "checkpoints"])
+@pytest.mark.slow
 def test_generate_takes_a_checkpoint(kalmix, run: Path, place: str) -> None:
     whole = kalmix("generate", run, *GREEDY)
     last = kalmix("generate", run / place / "checkpoint-4", *GREEDY)

@@ -42,6 +42,7 @@ def test_train_warns_that_a_run_has_no_checkpoint(kalmix, run_folder: Path, text
         assert f"`kalmix train --resume --output {output}`" in line
 
 
+@pytest.mark.slow
 def test_attention_alone_draws_no_variances(kalmix, text_file: Path, tmp_path: Path) -> None:
     result = kalmix(
         "train", "--text", text_file, *SMALL, "--layers", "attention", "--steps", 1, "--output", tmp_path / "run"
@@ -50,6 +51,7 @@ def test_attention_alone_draws_no_variances(kalmix, text_file: Path, tmp_path: P
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
 
 
+@pytest.mark.slow
 def test_generate_averages_over_the_posterior(kalmix, run_folder: Path) -> None:
     """The last layer of this run is attention, which has no posterior."""
     result = kalmix("generate", run_folder, "--predict", "marginal")
@@ -73,6 +75,7 @@ def test_greedy_generation_is_equal_for_run_and_model_folder(kalmix, run_folder:
     assert kalmix("generate", run_folder, *greedy).output == kalmix("generate", run_folder / "model", *greedy).output
 
 
+@pytest.mark.slow
 def test_texts_begin_with_the_token_of_the_configuration(kalmix, run_folder: Path, tmp_path: Path) -> None:
     """A run on shards has their tokenizer, which need not have a token that is named `<|endoftext|>`."""
     folder = tmp_path / "run"
@@ -104,6 +107,7 @@ class Page(html.parser.HTMLParser):
         self.script += data if self._in_script else ""
 
 
+@pytest.mark.slow
 def test_inspect_writes_a_figure_and_a_standalone_page(kalmix, run_folder: Path, tmp_path: Path) -> None:
     text = 'a </script> <!-- in "naïve" text\n'
     result = kalmix("inspect", run_folder, "--text", text, "--output", tmp_path / "out")
@@ -119,6 +123,7 @@ def test_inspect_writes_a_figure_and_a_standalone_page(kalmix, run_folder: Path,
     assert data["names"] == ["layer 1"]
 
 
+@pytest.mark.slow
 def test_inspect_reads_files(kalmix, run_folder: Path, text_file: Path, tmp_path: Path) -> None:
     assert kalmix("inspect", run_folder, "--file", text_file, "--characters", 50, "--output", tmp_path).status == 0
 

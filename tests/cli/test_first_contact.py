@@ -212,6 +212,7 @@ def test_output_to_an_ascii_terminal_is_ascii(line: str) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
 @pytest.mark.parametrize("line", ["--version", "explain"])
+@pytest.mark.slow
 def test_full_standard_output_is_one_error(line: str, ended: dict[tuple[str, str], tuple[int, str]]) -> None:
     status, errors = ended[line, "/dev/full"]
     assert status == 1
@@ -226,6 +227,7 @@ def test_closed_pipe_ends_a_command_silently(ended: dict[tuple[str, str], tuple[
 @pytest.mark.parametrize(
     "line", ["--help", *(pytest.param(x, marks=pytest.mark.slow) for x in ("explain kla", "train --help"))]
 )
+@pytest.mark.slow
 def test_commands_that_compute_nothing_start_quickly(line: str) -> None:
     check_start_time(line)
 
@@ -260,6 +262,7 @@ MISSING = [
 @pytest.mark.parametrize(
     "extras", [pytest.param((), marks=pytest.mark.slow), pytest.param(("cli",), marks=pytest.mark.slow), ("cli", "hf")]
 )
+@pytest.mark.slow
 def test_missing_packages_are_named_with_their_install_command(extras: tuple[str, ...], tmp_path: Path) -> None:
     cases = [(code, message) for given, code, message in MISSING if given == extras]
     (tmp_path / "text.txt").write_text("words\n")  # `data prepare .` reads it

@@ -12,6 +12,7 @@ from .conftest import SMALL
 
 
 @pytest.mark.parametrize(("size", "mount"), SIZES)
+@pytest.mark.slow
 def test_full_disk_ends_training_with_one_error(kalmix, disk, text_file: Path, size: int, mount: bool) -> None:
     space = disk(size, mount=mount)
     output = space.folder / "run"

@@ -310,6 +310,7 @@ def test_hostile_file_gives_one_error_line(
     assert "Traceback" not in result.output + result.errors
 
 
+@pytest.mark.slow
 def test_special_files_in_a_text_folder_are_skipped(kalmix, in_time, run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()

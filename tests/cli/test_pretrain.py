@@ -94,6 +94,7 @@ def test_dry_run_assumes_the_given_mfu(kalmix) -> None:
     assert hours[1] == pytest.approx(2 * hours[0], rel=0.01)
 
 
+@pytest.mark.slow
 def test_dry_run_refuses_missing_initial_weights_as_the_run_does(
     kalmix, recipe: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -195,7 +196,9 @@ def test_run_on_shards(kalmix, recipe: Path, text_file: Path, tmp_path: Path) ->
     assert result.status == 2 and "which was trained on token shards" in result.errors
 
 
+@pytest.mark.slow
 def test_run_that_propagates_samples_generates_and_is_evaluated(kalmix, recipe: Path, text_file: Path, tmp_path: Path):
+    pytest.importorskip("lm_eval")
     settings = ("--set", "model.propagate=sample", "--set", f"text={text_file}")
     assert kalmix("pretrain", recipe, *settings, "--output", tmp_path / "run").status == 0
     assert json.loads((tmp_path / "run" / "model" / "config.json").read_text())["propagate"] == "sample"

@@ -35,6 +35,7 @@ def numbers(folder: Path) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_report_is_repeatable(kalmix, run_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(run_folder, folder)
@@ -108,6 +109,7 @@ def test_run_interrupted_in_its_last_step_is_not_evaluated(
     assert kalmix("report", tmp_path / "run").status == 0
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_after_the_numbers_are_saved(
     kalmix, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +182,7 @@ def test_warning_if_training_is_shorter_than_warm_up(minutes, steps, warmup, tak
         assert found is not None and f"{taken} training steps, fewer than the {needed}" in found
 
 
+@pytest.mark.slow
 def test_meaningless_result_has_a_warning(kalmix, text_file: Path, tmp_path: Path) -> None:
     result = kalmix("train", "--text", text_file, *SMALL, "--minutes", 1e-4, "--output", tmp_path)
     assert result.status == 0, result.errors

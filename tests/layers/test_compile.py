@@ -61,6 +61,7 @@ INFERENCE = ("gated-deltanet", "recurrent-afa", "bayesian", "gated-kalmanet", "l
 
 
 @pytest.mark.parametrize("name", fast_and_slow(("kla",), INFERENCE))
+@pytest.mark.slow
 def test_two_graphs_serve_inference_at_all_lengths_and_batch_sizes(name):
     layer = make_layer(name)
     run, counting = compiled(layer, "eager")
@@ -112,6 +113,7 @@ def _gradients(function: Callable[..., Any], layer: Mixer, x: Tensor) -> list[Te
 
 
 @pytest.mark.parametrize("name", fast_and_slow(("gated-deltanet",), TRAINED))
+@pytest.mark.slow
 def test_two_graphs_serve_decoding(name):
     """A graph is compiled for the first state, and one for states of other sizes or memory layouts."""
     layer = make_layer(name)
@@ -134,6 +136,7 @@ EXPORTED_FAST = [(name, False) for name in ("kla", "recurrent-afa")]
 @pytest.mark.parametrize(
     ("name", "strict"), [pytest.param(*x, marks=() if x in EXPORTED_FAST else pytest.mark.slow) for x in EXPORTED]
 )
+@pytest.mark.slow
 def test_export_serves_all_batch_sizes_and_lengths(name, strict):
     layer = make_layer(name).eval()
     dynamic = ({0: Dim("batch"), 1: Dim("length")},)
@@ -148,6 +151,7 @@ def test_export_serves_all_batch_sizes_and_lengths(name, strict):
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=() if x == "afa" else pytest.mark.slow) for x in WITH_TRITON])
+@pytest.mark.slow
 def test_export_with_triton_adds_no_guard(name):
     """An exported program takes all lengths if its length has no range; on a CPU it would run in the interpreter."""
     layer = make_layer(name, kernel="triton").to("cuda" if torch.cuda.is_available() else "cpu")

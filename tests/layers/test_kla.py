@@ -94,6 +94,7 @@ def test_diffusion_is_a_variance_or_a_deviation():
         torch.testing.assert_close(less, p * noise)
 
 
+@pytest.mark.slow
 def test_variance_against_samples():
     """Samples of the read-out, passed through skip, gate and projection, have the variance that `filter` returns."""
     torch.manual_seed(0)

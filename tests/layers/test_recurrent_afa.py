@@ -112,6 +112,7 @@ def simulated(layer, steps: int, outliers: float):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_outliers():
     """With 12% outliers, robust weights reduce the squared error tenfold; without outliers they do not raise it."""
     torch.manual_seed(0)

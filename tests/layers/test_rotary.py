@@ -72,6 +72,7 @@ def test_float64_is_used_for_frequencies_only_and_not_saved():
     assert {(x.dtype, x.numel()) for x in saved} == {(torch.float32, 5 * 4)}
 
 
+@pytest.mark.slow
 def test_compiled_code_computes_frequencies_once_and_exported_programs_have_no_custom_op():
     graphs: list[str] = []
 

@@ -30,6 +30,7 @@ def layer_bytes(layer) -> int:
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_cache_holds_only_states():
     """Recurrent layers hold the same number of bytes for any prompt; histories grow by the tokens they store."""
     model = build(EVERY_LAYER)
@@ -65,6 +66,7 @@ def test_padding_changes_no_shape_of_a_cache():
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.slow
 def test_a_state_in_one_dtype_continues(kind):
     """The exporters of transformers cast all tensors of a cache, also times in float64, to the dtype of the model."""
     model, ids = build(EVERY_LAYER), tokens(2, 9)
@@ -148,6 +150,7 @@ def test_recorded_tokens_share_an_initial_state():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_drafted_token_keeps_its_inputs_alone():
     """A recorded token adds D numbers per layer, no copy of a state; a history also grows by the token."""
     model = build(EVERY_LAYER)

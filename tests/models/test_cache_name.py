@@ -168,6 +168,7 @@ def test_steps_with_either_name_are_captured(name):
 
 @torch.no_grad()
 @both_names
+@pytest.mark.slow
 def test_either_name_is_compiled_into_one_graph(name):
     model, ids = build(["kla"]), tokens(1, 6)
     expected = model(ids).logits

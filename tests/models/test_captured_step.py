@@ -73,6 +73,7 @@ def prompts(*lengths):
     [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}, {"eos_token_id": list(range(0, 40, 3))}],
     ids=["greedy", "beams", "sampling", "stopping"],
 )
+@pytest.mark.slow
 def test_captured_generation_equals_generation(options):
     """Left-padded prompts are continued, by a model with every layer or few; after two steps, replays run no layer."""
     model, options = build("space" if options else EVERY_LAYER), {**STATIC, **prompts(8, 5, 1), **options}
@@ -99,6 +100,7 @@ HISTORIES = [
 
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}], ids=["greedy", "beams"])
+@pytest.mark.slow
 def test_histories_are_updated_in_place(options, monkeypatch):
     """Steps write past tokens to the buffers themselves, with windows or without; no buffer is copied."""
     model, options = build(HISTORIES), {**STATIC, **prompts(8, 5, 1), **options}
@@ -113,6 +115,7 @@ def test_histories_are_updated_in_place(options, monkeypatch):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_other_calls_continue_histories_of_steps():
     """Between steps, tokens with padding, several tokens and restored contents go through the general path."""
     model, ids, mask = build(HISTORIES), tokens(2, 16), torch.ones(2, 16, dtype=torch.long)

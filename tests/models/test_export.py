@@ -26,6 +26,7 @@ def build(layers: list[str]) -> KalmixForCausalLM:
 
 
 @pytest.mark.parametrize(("layers", "strict"), CASES)
+@pytest.mark.slow
 def test_exported_model_serves_all_batch_sizes_and_lengths(layers, strict):
     model = build(layers)
     dynamic = {"input_ids": {0: Dim("batch"), 1: Dim("length")}, "use_cache": None}
@@ -52,6 +53,7 @@ class Prefill(torch.nn.Module):
 
 @torch.no_grad()
 @pytest.mark.parametrize("layers", PREFILLED, ids="+".join)
+@pytest.mark.slow
 def test_exported_prefill_of_padded_prompts_returns_the_cache_of_the_model(layers):
     """The longest prompt is shorter than a row, which exported code cannot know."""
     model = Prefill(build(layers))

@@ -79,6 +79,7 @@ def test_loss_and_gradients_do_not_depend_on_padding_inside():
             torch.testing.assert_close(got, parameter.grad, atol=1e-6, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_marginal_loss_takes_the_next_token_behind_a_hole():
     """The losses draw different samples of the same posteriors."""
     ids = tokens(2, 9)
@@ -205,6 +206,7 @@ REPEATED = ("hybrid", "ridge-hybrid", "ungated")  # models whose layers are in o
         *(pytest.param(name, "position_ids", marks=pytest.mark.slow) for name in LAYERS if name not in REPEATED),
     ],
 )
+@pytest.mark.slow
 def test_packing_compiles_once_for_any_number_of_sequences(layers, name):
     model, forward, graphs = compiled(layers, use_cache=False)
     ids = tokens(1, 12)
@@ -229,6 +231,7 @@ def test_one_graph_serves_all_masks():
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_a_compiled_call_with_a_cache_refuses_packing():
     _, forward, _ = compiled(["attention"])
     torch.testing.assert_close(forward(tokens(1, 6), position_ids=torch.arange(6)[None]).shape, (1, 6, 40))

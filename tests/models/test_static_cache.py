@@ -45,6 +45,7 @@ def filled(model, ids, mask=None, max_cache_len=16):
     ],
     ids=["greedy", "beams", "sampling", "chunked"],
 )
+@pytest.mark.slow
 def test_static_generation_equals_dynamic_generation(options):
     """A model with every layer continues padded prompts; windows of 5 tokens are shorter than the texts."""
     model = build(EVERY_LAYER)
@@ -165,6 +166,7 @@ def test_decoding_is_compiled_by_inductor():
         torch.testing.assert_close(found.logits, model(ids).logits[:, t : t + 1], **CLOSE)
 
 
+@pytest.mark.slow
 def test_generate_compiles_decoding_once():
     """`generate` decodes with one graph, and again for another text whose static cache has the same size."""
     model = build("hybrid")

@@ -16,6 +16,7 @@ def count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
+@pytest.mark.slow
 def test_parameter_counts_are_the_published_ones():
     """GKAVision-T has 31.8 million parameters; MambaVision-T without its mixers has 29,218,888."""
     with torch.device("meta"):

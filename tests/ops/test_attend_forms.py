@@ -191,6 +191,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("form", ["channels", "radial"])
+@pytest.mark.slow
 def test_no_tensor_is_as_large_as_all_pairs(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In forward and backward pass, no tensor has as many elements as there are pairs of tokens."""
     monkeypatch.setattr(batching, "MAX_ENTRIES_CPU", 1 << 11)

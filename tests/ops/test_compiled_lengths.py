@@ -30,6 +30,7 @@ COMPILED += [pytest.param(name, 2, packed, marks=SLOW) for name in PROBLEMS for 
 
 
 @pytest.mark.parametrize(("name", "batch", "packed"), COMPILED)
+@pytest.mark.slow
 def test_two_graphs_serve_training_at_all_lengths(name: str, batch: int, packed: bool):
     """A graph is compiled for the first length, and one for all others."""
     case, counting, graphs = Case(name, "triton", DEVICE, batch=batch), CountingBackend("aot_eager"), []
@@ -51,6 +52,7 @@ def test_two_graphs_serve_training_at_all_lengths(name: str, batch: int, packed:
 
 
 @pytest.mark.parametrize("name", [pytest.param("additive-keys", marks=SLOW), "delta-keys", "diagonal", "ridge"])
+@pytest.mark.slow
 def test_two_graphs_serve_all_packed_training_without_a_prior(name: str):
     """The tensors that are stored then have other sizes than with a prior."""
     case, counting, graphs = Case(name, "triton", DEVICE), CountingBackend("aot_eager"), []

@@ -121,6 +121,7 @@ WIDEST = pytest.param(128, 3, 1e3, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("width", "columns", "scale"), [(1, 1, 1.0), (5, 33, 1e3), (33, 2, 1e6), WIDEST])
+@pytest.mark.slow
 def test_cuda_code_solves_systems(width, columns, scale, tmp_path):
     """The kernel in CUDA C++, compiled for the CPU; also with pivots beside the diagonal, and with a wrong system."""
     torch.manual_seed(width)

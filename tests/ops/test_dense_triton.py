@@ -199,6 +199,7 @@ def test_rotations_store_angles_and_final_beliefs_but_no_rotated_tokens():
 
 
 @pytest.mark.parametrize("decay", ["key", "pair"])
+@pytest.mark.slow
 def test_custom_op_passes_opcheck(decay):
     inputs = {name: x.requires_grad_() for name, x in arguments(1, 18, (1, 2), (4, 2), decay).items()}
     leaves = [inputs.get(name) for name in NAMES]

@@ -84,6 +84,7 @@ def _assert_leaves_autocast(answers: list[Tensor], leaves: dict[str, Tensor]) ->
         assert torch.equal(x, y), name
 
 
+@pytest.mark.slow
 def test_transforms_select_a_kernel_that_supports_them():
     v = torch.randn(1, 40, 1, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, noise = torch.ones(1, 40, 1, 3, dtype=torch.float64) / 2, torch.ones(1, 40, 1, dtype=torch.float64)
@@ -101,6 +102,7 @@ def test_transforms_select_a_kernel_that_supports_them():
     torch.testing.assert_close(tangent, (want * v).sum())
 
 
+@pytest.mark.slow
 def test_compiled_transforms_raise_or_are_right():
     v = torch.ones(1, 3, 1, 2)
     slope = torch.compile(lambda x: torch.func.jvp(_dense_sum, (x,), (x,))[1], fullgraph=True, backend="aot_eager")

@@ -193,6 +193,7 @@ def test_maps_of_sequences_equal_the_update(rows, dtype):
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.slow
 def test_gradients_of_the_prior_alone_are_those_of_the_whole_backward_pass(packed):
     segments = Segments(RUNS.rows.to(DEVICE)) if packed else None
     inputs = arguments(2, 143, (1, 1), 5, 9, RUNS.count if packed else None)

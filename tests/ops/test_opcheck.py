@@ -151,6 +151,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("name", "device", "packed"), TRIED)
+@pytest.mark.slow
 def test_op_passes_opcheck(name, device, packed):
     problem, kernel = CASES[name]
     heads = {"key_heads": 2, "value_heads": 2 if kernel == "triton" else 4}  # an axis of size 1 hides a wrong stride
@@ -178,6 +179,7 @@ FUSED_CASES = [
 
 
 @pytest.mark.parametrize(("name", "strided"), FUSED_CASES)
+@pytest.mark.slow
 def test_fused_op_passes_opcheck(name, strided):
     """Inputs of other strides, on which those of the results must not depend, are checked in the fake kernel alone."""
     given = tree_map_only(Tensor, lambda x: x.to(DEVICES[-1]), FUSED[name]())
@@ -201,6 +203,7 @@ def test_op_without_gradients_passes_opcheck(name):
 
 
 @pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.slow
 def test_recomputed_op_passes_opcheck(name, monkeypatch):
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)  # eager code calls the function itself
     layer = MIXERS[RECOMPUTED[name]](8, heads=2)

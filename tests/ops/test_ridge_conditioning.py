@@ -124,6 +124,7 @@ def test_triton_solves_ill_conditioned_systems(system, solver):
 
 
 @pytest.mark.parametrize("kernel", ["reference", "chunked"])
+@pytest.mark.slow
 def test_converged_conjugate_gradient_does_not_change(kernel):
     x = {name: y.float() for name, y in signals(LENGTHS[kernel], 16).items()}
     unconverged, many = (answers(kernel, x, Fixed(0.25), ConjugateGradient(n)) for n in (30, 200))

@@ -186,6 +186,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("op", "gain", "decay", "heads", "keys", "width", "dtype", "name", "prior", "final"), TRIED)
+@pytest.mark.slow
 def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, name, prior, final):
     segments, tokens = packed(LENGTHS[name], padding=int(name == "mixed"))
     gram = "identity" if op == "ridge" else None
@@ -198,6 +199,7 @@ def test_agrees_with_the_recursion(op, gain, decay, heads, keys, width, dtype, n
     [pytest.param(*x, marks=pytest.mark.slow if DEVICE != "cuda" and x[0] != x[1] else []) for x in BELIEFS],
 )
 @pytest.mark.parametrize(("dtype", "name"), [(FLOAT, "mixed"), (HALF, "one long"), (FLOAT, "tile")])
+@pytest.mark.slow
 def test_diagonal_agrees_with_the_recursion(dtype, name, prior, final, monkeypatch):
     monkeypatch.setattr("kalmix.ops._diagonal.triton.plan.tile_size", lambda *_: 32)
     monkeypatch.setattr("kalmix.ops._shared.triton.compile_and_launch._LAUNCH_CACHE", {})

@@ -33,6 +33,7 @@ def test_signs_are_balanced_and_not_periodic(width: int) -> None:
 
 
 @pytest.mark.parametrize("seed", [-(2**31) + 1, -13, 2**31 - 1])
+@pytest.mark.slow
 def test_compiled_and_exported_bases_equal_eager_ones(seed: int) -> None:
     """One graph without a break serves all widths."""
     basis, like = _Basis(seed), torch.zeros(3, 16)

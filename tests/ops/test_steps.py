@@ -234,6 +234,7 @@ TRIED = [pytest.param(*case, marks=[pytest.mark.slow] if is_slow(*case) else [])
 
 
 @pytest.mark.parametrize(("name", "kernel", "dtype"), TRIED)
+@pytest.mark.slow
 def test_a_server_agrees_with_filtering_each_sequence_alone(name, kernel, dtype):
     op, signals, prior = problem(name, dtype)
 

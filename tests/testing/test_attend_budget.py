@@ -25,6 +25,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @pytest.mark.skipif(DEVICE == "cpu" and not fuzz.interpretable(), reason="needs a GPU or Triton's interpreter")
+@pytest.mark.slow
 def test_frequency_budget_covers_scores_rounded_apart_for_queries_and_keys():
     """The gradient is exactly 0 with a window of one token; on a GPU it was off by 13 budgets.
 

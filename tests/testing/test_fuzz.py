@@ -26,6 +26,7 @@ def test_wrong_kernel_fails(monkeypatch):
     assert any(outcome.case.dtype == torch.float32 for outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_budget_includes_rounding_of_stored_solutions():
     """k'x is far shorter than x here: d v was off by 1.9 budgets."""
     case = draw(7000000124, kernels_on("cuda"), tuple(SIGNAL_DRAWS), small=False)
@@ -42,6 +43,7 @@ def test_script_reports_every_op(capsys):
     assert set(fuzzed_ops()) == set(ops.OPS)
 
 
+@pytest.mark.slow
 def test_op_without_draws_uses_its_problems(monkeypatch):
     monkeypatch.delitem(SIGNAL_DRAWS, "diagonal")
     outcomes = [run_case(number, only=("diagonal",)) for number in range(6)]
@@ -50,6 +52,7 @@ def test_op_without_draws_uses_its_problems(monkeypatch):
 
 
 @pytest.mark.parametrize("op", ["additive", "delta", "diagonal", "dense", "ridge"])
+@pytest.mark.slow
 def test_recursion_filters_several_inputs_at_once(op, monkeypatch):
     """Budgets of a call need the results of several rounded inputs."""
     stacked = []

@@ -86,6 +86,7 @@ def test_branch_without_changes_equals_the_uninterrupted_run(make: Callable, tmp
     ("schedule", "step", "steps"),
     [("trapezoid", 4, 6), pytest.param("wsd", 10, 13, marks=pytest.mark.slow), ("wsd", 8, 20)],
 )
+@pytest.mark.slow
 def test_branch_equals_a_run_that_was_planned_so(
     schedule: str, step: int, steps: int, make: Callable, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_branch_equals_a_run_that_was_planned_so(
     assert [row["progress"] for row in branch.history] == sorted(row["progress"] for row in branch.history)
 
 
+@pytest.mark.slow
 def test_several_branches_by_tokens_leave_the_run_as_it_is(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, folder = stable
     assert names(folder) == ["checkpoint-10", "checkpoint-8", "checkpoint-6", "checkpoint-4", "checkpoint-2"]
@@ -121,6 +123,7 @@ def test_several_branches_by_tokens_leave_the_run_as_it_is(stable: tuple[Recipe,
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_branch_resumes_without_the_run_that_it_came_from(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, folder = stable
     changed = replace(recipe, steps=12, cooldown=0.3, keep_steps=None)
@@ -153,6 +156,7 @@ def test_run_killed_after_its_last_checkpoint_trains_no_further_step(
         assert torch.equal(rest.model.state_dict()[name], value)
 
 
+@pytest.mark.slow
 def test_checkpoints_to_keep_do_not_count_for_the_newest(small: Callable, tmp_path: Path) -> None:  # noqa: F811
     recipe = small(steps=30, keep_steps=10, save_steps=3, keep_checkpoints=2)
     train(recipe, tmp_path / "run", callbacks=[Kill(29)])
@@ -180,6 +184,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.parametrize("file", ["branch.json", "recipe.json", "checkpoint-8"])
+@pytest.mark.slow
 def test_branch_that_was_killed_before_it_began_can_begin_again(
     file: str, stable: tuple[Recipe, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -209,6 +214,7 @@ def test_branch_that_was_killed_before_it_began_can_begin_again(
     assert read_json(tmp_path / "branch" / "branch.json")["step"] == 8
 
 
+@pytest.mark.slow
 def test_branch_with_a_damaged_checkpoint_does_not_start_from_the_beginning(
     stable: tuple[Recipe, Path], tmp_path: Path
 ) -> None:
@@ -275,6 +281,7 @@ def test_branch_of_a_run_whose_recipe_was_edited_is_refused(stable: tuple[Recipe
             train(Recipe.load(folder), tmp_path / "branch", branch_from=folder / "checkpoint-4")
 
 
+@pytest.mark.slow
 def test_checkpoint_of_a_branch_has_its_settings(stable: tuple[Recipe, Path], tmp_path: Path) -> None:
     recipe, folder = stable
     before = (folder / "checkpoints" / "checkpoint-8" / "manifest.json").read_bytes()
@@ -303,6 +310,7 @@ def test_damaged_checkpoints_and_folders_of_runs_are_refused(stable: tuple[Recip
         train(recipe, tmp_path / "branch", branch_from=folder)
 
 
+@pytest.mark.slow
 def test_branch_is_long_enough_for_the_warmup(small: Callable, tmp_path: Path) -> None:  # noqa: F811
     recipe = small(**STABLE | {"warmup": 0.5})
     train(recipe, tmp_path / "run")
@@ -324,6 +332,7 @@ def test_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert run_of(Path("checkpoint-2")) == run
 
 
+@pytest.mark.slow
 def test_command_branches(kalmix, small: Callable, tmp_path: Path) -> None:  # noqa: F811
     train(small(**STABLE), tmp_path / "stable")
     line = ("pretrain", "--branch-from", tmp_path / "stable" / "checkpoint-8", "--output", tmp_path / "branch")

@@ -59,6 +59,7 @@ def first_batches(given: Any, count: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["other", "mixture", "weights"])
+@pytest.mark.slow
 def test_branch_reads_other_data_from_their_start(
     kind: str,
     stable: tuple[Recipe, Path],  # noqa: F811
@@ -92,6 +93,7 @@ def test_branch_reads_other_data_from_their_start(
     assert torch.equal(parts[2].batches[0], watch.batches[2])
 
 
+@pytest.mark.slow
 def test_branch_goes_on_with_equal_data_under_another_name(
     stable: tuple[Recipe, Path],  # noqa: F811
     shards: Path,  # noqa: F811
@@ -107,6 +109,7 @@ def test_branch_goes_on_with_equal_data_under_another_name(
         assert read_json(tmp_path / f"{n}" / "branch.json")["data"] == "same"
 
 
+@pytest.mark.slow
 def test_branch_goes_on_with_equal_weights_that_are_rounded_otherwise(
     small: Callable,  # noqa: F811
     shards: Path,  # noqa: F811
@@ -124,6 +127,7 @@ def test_branch_goes_on_with_equal_weights_that_are_rounded_otherwise(
     assert read_json(tmp_path / "branch" / "branch.json")["data"] == "same"
 
 
+@pytest.mark.slow
 def test_branches_to_unfit_data_are_refused(
     stable: tuple[Recipe, Path],  # noqa: F811
     recipe: Callable,
@@ -165,6 +169,7 @@ def test_branches_to_unfit_data_are_refused(
     assert not names(tmp_path / "branch") and not (tmp_path / "branch" / "recipe.json").exists()
 
 
+@pytest.mark.slow
 def test_branch_of_a_run_on_text_keeps_its_text(recipe: Callable, text_file: Path, tmp_path: Path) -> None:
     train(recipe(**STABLE), tmp_path / "run")
     (tmp_path / "other.txt").write_text(text_file.read_text() + " again" * 9)

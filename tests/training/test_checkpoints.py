@@ -210,6 +210,7 @@ def test_recipe_of_an_old_format_is_refused(halted: tuple[Recipe, Path]) -> None
             Recipe.load(halted[1])
 
 
+@pytest.mark.slow
 def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> None:
     recipe = recipe(eval_tokens=Recipe(steps=1).eval_tokens)  # other numbers are no option of `kalmix train`
     recipe.save(tmp_path)
@@ -219,6 +220,7 @@ def test_resuming_before_the_first_checkpoint_warns(recipe, tmp_path: Path) -> N
         assert train(recipe, tmp_path, resume=True).finished
 
 
+@pytest.mark.slow
 def test_a_run_without_checkpoints_and_history_starts_again(halted: tuple[Recipe, Path]) -> None:
     recipe, folder = halted
     shutil.rmtree(folder / "checkpoints")
@@ -269,6 +271,7 @@ def test_run_saves_every_ten_minutes(recipe, tmp_path: Path, monkeypatch: pytest
     assert checkpoints_of(recipe(steps=5, save_minutes=1e-9), tmp_path, monkeypatch) == ["1", "2", "3", "4"]
 
 
+@pytest.mark.slow
 def test_run_saves_every_so_many_steps_and_keeps_the_newest(recipe, tmp_path: Path, monkeypatch) -> None:
     settings = {"steps": 30, "save_steps": 9, "keep_checkpoints": 3}
     assert checkpoints_of(recipe(**settings), tmp_path, monkeypatch) == ["6", "9", "12", "18", "24", "27"]

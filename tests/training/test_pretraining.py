@@ -61,6 +61,7 @@ def test_run_on_shards_resumes_bit_exactly(changes: dict, small, shards: Path, t
     assert whole.training[-1][0] == 6 * 32 * (4 if "batch_tokens" in changes else 2)
 
 
+@pytest.mark.slow
 def test_changeable_settings_do_not_affect_the_result_of_a_resumed_run(small, shards: Path, tmp_path: Path) -> None:
     whole = train(small(), tmp_path / "whole")
     train(small(), tmp_path / "part", callbacks=[Kill(3)])
@@ -100,6 +101,7 @@ def test_resumed_run_refuses_other_weights_of_its_shards(small, shards: Path, tm
     assert train(scaled, tmp_path / "run", resume=True).finished
 
 
+@pytest.mark.slow
 def test_order_of_the_folders_of_a_mixture_is_that_of_its_run(small, shards: Path, tmp_path: Path) -> None:
     shutil.copytree(shards, tmp_path / "copy")
     (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
@@ -140,6 +142,7 @@ def test_shards_with_a_larger_vocabulary_are_refused(small, tmp_path: Path) -> N
         train(small(vocab_size=260), tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_run_begins_with_weights_of_another(small, tmp_path: Path) -> None:
     first = train(small(steps=1), tmp_path / "first")
     second = train(small(steps=1, learning_rate=1e-30, initial=str(tmp_path / "first")), tmp_path / "second")

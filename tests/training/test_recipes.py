@@ -99,6 +99,7 @@ def test_hybrid_of_appendix_m(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "1b" in name or "2.8b" in name])
+@pytest.mark.slow
 def test_large_recipe_takes_a_step_at_reduced_size(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
     """Heads keep their sizes. The hidden size is reduced, because a checkpoint of full width takes gigabytes."""
     settings = ["steps=1", "vocab_size=288", "hidden_size=256", "fsdp=false", "context_parallel=1"]

@@ -111,6 +111,7 @@ def test_run_resumes_from_the_newest_intact_checkpoint(recipe, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("grad_accum", [4, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_every_step_has_all_of_its_batches(recipe, tmp_path: Path, monkeypatch, grad_accum: int) -> None:
     """Steps at the end of an epoch too, and steps that are larger than the text."""
     sizes, compute_loss = [], KalmixTrainer.compute_loss
@@ -154,6 +155,7 @@ def test_folder_with_a_run_is_not_overwritten(recipe, tmp_path: Path) -> None:
             train(recipe(steps=1), tmp_path, resume=resume)
 
 
+@pytest.mark.slow
 def test_resuming_with_other_settings_is_refused(recipe, tmp_path: Path) -> None:
     train(recipe(), tmp_path, callbacks=[Kill(2)])
     for change in ({"hidden_size": 16}, {"vocab_size": 300}, {"steps": 9}, {"learning_rate": 1e-4}):
@@ -262,6 +264,7 @@ def test_compiled_run_has_the_losses_of_an_uncompiled_one(recipe, tmp_path: Path
         assert [row[1] for row in found] == pytest.approx([row[1] for row in expected], abs=1e-5)
 
 
+@pytest.mark.slow
 def test_run_that_propagates_samples_resumes_exactly(recipe, tmp_path: Path) -> None:
     """Resumed runs draw the samples of the uninterrupted one; the model is then evaluated with means."""
     layers = ({"mixer": "kla", "slots": 4},) * 2

@@ -56,6 +56,7 @@ def test_each_token_is_scored_in_the_earliest_window_that_contains_it(network, w
             assert float(scores[token - 1]) != pytest.approx(with_context(network, ids, other, token), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_run_is_scored_with_windows_of_seq_len(recipe, tmp_path: Path) -> None:
     run = train(recipe(steps=4, learning_rate=1e-2), tmp_path)
     documents = run.corpus.held_out

@@ -123,6 +123,7 @@ def test_a_query_asks_for_the_value_last_written(name, settings, filled):
         assert rest.any() if filled else not rest.any()
 
 
+@pytest.mark.slow
 def test_a_key_may_be_written_again_more_than_once():
     """The probability of a row with four different keys of four is 4! / 4^4: 9%."""
     rows = make("mqar/rewrite", seed=1, train=2000, test=0).train.inputs

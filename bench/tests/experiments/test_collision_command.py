@@ -17,6 +17,7 @@ def lines(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_the_mechanism_is_printed_beside_its_closed_forms(kalmix, tmp_path: Path) -> None:
     result = kalmix("bench", "collision", "--parts", "mechanism", "--output", tmp_path / "new")
     assert result.status == 0, result.errors
@@ -29,6 +30,7 @@ def test_the_mechanism_is_printed_beside_its_closed_forms(kalmix, tmp_path: Path
 
 
 @pytest.mark.parametrize(("part", "model"), [("recall", "reset"), ("crowding", "bayesian")])
+@pytest.mark.slow
 def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, model: str) -> None:
     result = kalmix("bench", "collision", "--parts", part, "--models", model, "--seeds", 2, *TINY, "--output", tmp_path)
     assert result.status == 0, result.errors
@@ -46,6 +48,7 @@ def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, 
         assert all(-1 <= margin <= 1 for margin in margins.values())
 
 
+@pytest.mark.slow
 def test_a_finished_cell_is_not_run_again(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     learned = []
     train = experiment.train

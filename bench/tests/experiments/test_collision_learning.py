@@ -208,6 +208,7 @@ def test_a_model_learns_to_recall():
 
 
 @pytest.mark.parametrize("study", STUDIES)
+@pytest.mark.slow
 def test_no_test_sequence_was_trained_on(study, monkeypatch):
     """Seed 0 is included: PyTorch's CPU generator treats 2^32 as 0."""
     study_spec, protocol = (

@@ -85,6 +85,7 @@ def test_closed_forms_hold_exactly(overlap):
             assert abs(row.difference) < 1e-9, row
 
 
+@pytest.mark.slow
 def test_the_angle_of_the_first_flood_write_approaches_its_limit():
     def left(boost):
         setting = MechanismSetting(boost=boost)
@@ -132,6 +133,7 @@ def test_token_by_token_equals_one_call():
     assert torch.allclose(whole.belief.covariance[0], ran.covariance[-1], rtol=0, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_tables_use_the_state_after_the_last_write():
     at = torch.tensor([0.92], dtype=torch.float64)
     for name, ran in traces().items():

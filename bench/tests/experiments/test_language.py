@@ -44,6 +44,7 @@ TINY = RunSize(
 
 
 @pytest.mark.parametrize("stage", [TUNE, MAIN])
+@pytest.mark.slow
 def test_all_models_have_the_same_number_of_parameters(stage: str) -> None:
     size = PAPER.size(stage).model
     assert PRESETS["short"].with_zero_init(True).size(stage).model == PAPER.tune.model
@@ -313,6 +314,7 @@ def test_a_report_is_drawn_from_rows_alone(tmp_path: Path) -> None:
     assert ("gla", "held-out loss") not in found
 
 
+@pytest.mark.slow
 def test_models_that_shared_a_device_have_no_speed(tmp_path: Path) -> None:
     from rich.console import Console
 
@@ -335,6 +337,7 @@ def test_models_that_shared_a_device_have_no_speed(tmp_path: Path) -> None:
     assert ("0.125" in plan["gla"], "0.125" in plan["kla"]) == (True, False)  # where none was measured, the assumed MFU
 
 
+@pytest.mark.slow
 def test_losses_at_equal_time_are_interpolated_between_finished_runs_alone(tmp_path: Path) -> None:
     from rich.console import Console
 

@@ -33,6 +33,7 @@ def test_the_plan_lists_parameters_tokens_and_seconds(kalmix, tmp_path: Path) ->
     assert "12 cells, " in result.output and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_the_paper_preset_compares_all_layers(kalmix, tmp_path: Path) -> None:
     asked = ("--preset", "paper", "--rates", "2e-3", "--tokens", "1e8", "--mfu", "0.3", "--gpu", "H100", "--dry-run")
     result = kalmix("bench", "language", *asked, "--output", tmp_path)

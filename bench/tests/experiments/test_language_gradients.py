@@ -8,6 +8,7 @@ from kalmix_bench.experiments.language.gradients import compare, errors
 from kalmix_bench.experiments.language.protocol import PRESETS
 
 
+@pytest.mark.slow
 def test_default_kernels_have_the_gradients_of_the_reference() -> None:
     row = compare("kla", PRESETS["laptop"], torch.device("cpu"), rows=3, part=2, kernel="reference")
     assert row["rows"] == 3

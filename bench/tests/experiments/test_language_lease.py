@@ -51,6 +51,7 @@ def test_wrong_calls_are_refused(options: str, words: str, tmp_path: Path) -> No
         (["--", "--stage", "tune", "--", "--layer", "kla"], []),
     ],
 )
+@pytest.mark.slow
 def test_only_layers_that_are_trained_are_compiled(commands: list[str], layers: list[str], tmp_path: Path) -> None:
     """A script that prints its arguments takes the place of Python. The piece that the call waits for never comes."""
     (tmp_path / "pieces").mkdir()

@@ -104,6 +104,7 @@ def test_a_variation_that_fails_does_not_stop_the_others(
     assert [row["variation"] for row in read_rows(output)] == ["kla"]
 
 
+@pytest.mark.slow
 def test_a_variation_that_a_signal_ends_has_no_row(
     word_shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,6 +186,7 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.filterwarnings("ignore:According to Bo", "ignore:Triton is not supported")
+@pytest.mark.slow
 def test_rwkv_requires_a_gpu_and_heads_that_divide_the_width():
     pytest.importorskip("fla")
     with pytest.raises(ArgumentError, match=f"a divisor of {WIDTH}"):

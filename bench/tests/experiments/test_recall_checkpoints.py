@@ -52,6 +52,7 @@ def test_trained_models_are_loaded(results: Results):
         load_trained_model(replace(COPY, seed=5), draw_cell_data(COPY), results)
 
 
+@pytest.mark.slow
 def test_beliefs_are_drawn(results: Results):
     """A picture of variances, and one of attention for each layer; none where nothing is doubted."""
     written = bench_beliefs.draw(COPY, results, 3)
@@ -61,6 +62,7 @@ def test_beliefs_are_drawn(results: Results):
     assert bench_beliefs.draw(DOUBTLESS, results, 0) == []
 
 
+@pytest.mark.slow
 def test_the_command(results: Results, capsys: pytest.CaptureFixture[str]):
     folder = results.path.parent
     bench_beliefs.run(folder, task=["compression"], layer=None, row=0, models=1)

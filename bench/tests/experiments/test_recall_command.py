@@ -116,6 +116,7 @@ def test_variants_of_a_layer_are_reported_apart(kalmix, tmp_path: Path) -> None:
     assert papers == {("kla", "1"): "90.67", ("kla", "2"): "90.67", (variant, "1"): "", (variant, "2"): ""}
 
 
+@pytest.mark.slow
 def test_validation_rows_select_the_epoch(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "mad", "--task", "selective-copying", "--layer", "kla", "--epochs", 4, "--device", "cpu")
     assert kalmix(*asked, "--output", tmp_path).status == 0
@@ -133,6 +134,7 @@ def test_validation_rows_select_the_epoch(kalmix, tmp_path: Path) -> None:
     assert "macro, chosen on test" in (tmp_path / "report.csv").read_text()
 
 
+@pytest.mark.slow
 def test_the_report_has_the_time_of_all_processes_of_a_cell(kalmix, tmp_path: Path) -> None:
     asked = ("bench", "mad", "--task", "selective-copying", "--layer", "kla", "--epochs", 1, "--device", "cpu")
     assert kalmix(*asked, "--output", tmp_path).status == 0
@@ -211,6 +213,7 @@ def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:
     assert not (tmp_path / "report.md").exists()
 
 
+@pytest.mark.slow
 def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = {}
 
@@ -236,6 +239,7 @@ def test_all_runs_every_bench_into_its_folder(kalmix, tmp_path: Path, monkeypatc
         assert result.status == 2 and not result.output, wrong
 
 
+@pytest.mark.slow
 def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = tuple(presets._bytes(length, train, 6) for length, train in ((464, 4), (640, 0)))
     protocol = RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3)
@@ -252,6 +256,7 @@ def test_needles_are_scored_by_length_and_depth(kalmix, tmp_path: Path, monkeypa
     assert (tmp_path / "lengths.png").read_bytes().startswith(PNG)
 
 
+@pytest.mark.slow
 def test_words_are_scored_by_length(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = (Part.of(8, 4, k=3), Part.of(0, 6, k=2), Part.of(0, 4, k=5))
     protocol = RecallProtocol(epochs=1, batch_size=4, learning_rate=1e-3)

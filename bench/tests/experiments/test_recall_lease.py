@@ -108,6 +108,7 @@ def test_cells_run_in_order_and_finished_ones_do_not_run_again(
     assert ended.returncode == 0 and rows(out) == [{**row, "commit": "earlier"} for row in before], ended.stderr
 
 
+@pytest.mark.slow
 def test_a_cell_that_the_time_ends_continues_in_the_next_call(
     tmp_path: Path, call: Callable[..., subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,6 +182,7 @@ def test_the_campaign_has_each_task_and_begins_with_some_of_each_benchmark() -> 
     assert len(words) == 4 * 4 and {depth for _, depth in words} == {1, 2, 3, 4}
 
 
+@pytest.mark.slow
 def test_the_last_call_begins_no_long_task_and_keeps_finished_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from kalmix import ArgumentError
 from kalmix.analysis.layer_diagnostics import diagnose_layers
 from kalmix.layers.modules import ShortConvolution
-from kalmix.models.losses import marginal_likelihood
+from kalmix.models.losses import marginal_likelihood, target_nll
 from kalmix_bench.experiments.recall import LAYERS, ModelShape, Part, RecallCell, RecallProtocol
 from kalmix_bench.experiments.recall.layers import parse_layer, sized, state_size
 from kalmix_bench.experiments.recall.models import AutoEncoder, TokenModel, build, sinusoidal_positions
@@ -162,7 +162,7 @@ def test_kla_plus_uses_the_marginal_likelihood() -> None:
     for loss in (
         lambda: F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()),
         lambda: marginal_likelihood(
-            lambda readout: model.model.logits(model.model.layers.finish(posterior, readout)),
+            lambda readout, y: target_nll(model.model.logits(model.model.layers.finish(posterior, readout)), y),
             *(posterior.mean, posterior.variance, targets, 10, 10),
         ),
     ):

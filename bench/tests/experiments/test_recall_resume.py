@@ -77,6 +77,7 @@ def test_checkpoints_are_deleted_after_the_row_is_written(tmp_path: Path, monkey
 
 
 @pytest.mark.parametrize("every", [1, 2, 4])
+@pytest.mark.slow
 def test_a_stopped_cell_resumes_in_the_middle_of_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

@@ -108,6 +108,7 @@ def test_training_is_deterministic_on_gpu(tmp_path: Path, layer: str, captured: 
     assert before == (False, True)
 
 
+@pytest.mark.slow
 def test_steps_that_cannot_be_captured_run_without_a_graph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = found(COPY, tmp_path / "plain")
     tried = []
@@ -142,6 +143,7 @@ def _replayed_step(
 
 
 @pytest.mark.parametrize("head", ["untied", "tied"])
+@pytest.mark.slow
 def test_an_interrupted_run_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str) -> None:
     cell = replace(COPY, shape=replace(COPY.shape, head=head))
     whole = found(cell, tmp_path / "whole")

@@ -57,6 +57,7 @@ def test_references_equal_textbook_filters(system: System) -> None:
 @pytest.mark.parametrize(
     ("process_noise", "obs_noise", "least", "published"), [(0.3, 0.5, 0.6540, 0.661), (0.0, 4.0, 4.192, 4.26)]
 )
+@pytest.mark.slow
 def test_the_optimum_of_the_papers_system(
     process_noise: float, obs_noise: float, least: float, published: float
 ) -> None:
@@ -84,6 +85,7 @@ def test_errors_decrease_with_more_information() -> None:
     assert plain_error > 10 * others[1]
 
 
+@pytest.mark.slow
 def test_a_structural_model_of_carbon_dioxide_beats_the_last_measurement() -> None:
     """And no measurement to come, nor its own, is in a prediction."""
     seen = windows().test.select(torch.tensor([0, 20]))

@@ -74,6 +74,7 @@ def test_errors_fall_by_the_rate_of_the_bound() -> None:
     assert (error[40] / error[20]) ** (1 / 20) == pytest.approx(0.7543, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_residuals_fall_with_the_ridge_and_stop_where_rounding_stops_them() -> None:
     found = residuals(Convergence(1, 64, 32, 40), 0, CPU, silent)["curves"]
     at = {(x["arithmetic"], x["factor"], x["solver"]): x["residual"] for x in found}

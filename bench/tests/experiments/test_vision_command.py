@@ -30,6 +30,7 @@ def images(tmp_path: Path) -> Path:
     return tmp_path / "images"
 
 
+@pytest.mark.slow
 def test_models_are_trained_and_reported_once(
     kalmix, tmp_path: Path, images: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,6 +66,7 @@ def test_models_are_trained_and_reported_once(
     assert reported.status == 0 and "vision/images" in (output / "report.csv").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_cell_resumes_from_its_checkpoint(tmp_path: Path, images: Path) -> None:
     cell, cpu = VisionCell(replace(TINY, images=str(images), epochs=2)), torch.device("cpu")
     whole = Vision().run((cell,), Results(tmp_path / "whole" / "results.jsonl"), cpu, lambda *_: False)

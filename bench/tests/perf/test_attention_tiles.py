@@ -28,6 +28,7 @@ def run(tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_tiles_agree_with_float64(run, capsys):
     """Histories are full, empty, partly filled, or have begun the ring again."""
     rows = run("--repeats", "1", "2")

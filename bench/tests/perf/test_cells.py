@@ -29,6 +29,7 @@ def measure(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
     return run
 
 
+@pytest.mark.slow
 def test_a_cell_has_its_time_and_its_operations(measure) -> None:
     output = measure("--profile")
     assert re.search(r"selective-copying .* 1  +[\d.]+ ms a step", output) and "one seed of all" in output

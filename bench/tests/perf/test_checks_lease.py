@@ -21,6 +21,7 @@ GPUS = "#!/bin/sh\nprintf 'GPU 0\\nGPU 1\\n'\n"
 
 
 @pytest.mark.skipif(not (BASH and shutil.which("taskset")), reason="needs bash and taskset")
+@pytest.mark.slow
 def test_checks_and_rows_have_a_gpu_each(tmp_path: Path) -> None:
     for name, text in (("python", PYTHON), ("nvidia-smi", GPUS)):
         (tmp_path / name).write_text(text)

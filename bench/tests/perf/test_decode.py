@@ -111,6 +111,7 @@ def test_peers_without_a_static_cache_have_no_such_rows() -> None:
     assert len(cells) == 5 and not [x for x in cells if x.model == "fla kda" and x.mode == "static"]
 
 
+@pytest.mark.slow
 def test_the_command_measures_reports_and_continues(kalmix, tmp_path: Path) -> None:
     options = ("--rows", "gla", "--caches", "dynamic", "--batches", "1,2", "--prompts", 4, "--tokens", 8)
     command = ("bench", "perf", "decode", *options, "--devices", "cpu", "--output", tmp_path)

@@ -142,6 +142,7 @@ def run(kalmix: Any, output: Path, *options: object) -> Any:
     )
 
 
+@pytest.mark.slow
 def test_a_process_that_dies_loses_its_own_row_only(kalmix, tmp_path: Path, monkeypatch) -> None:
     def build_or_die(name: str, size: ModelSize) -> nn.Module:
         return os._exit(3) if name == "kla" else build.build(name, size)  # type: ignore[return-value]
@@ -155,6 +156,7 @@ def test_a_process_that_dies_loses_its_own_row_only(kalmix, tmp_path: Path, monk
     assert "died (3)" in result.output and "died (3)" in (tmp_path / "report.md").read_text()
 
 
+@pytest.mark.slow
 def test_finished_rows_are_not_run_again_and_each_has_a_process(kalmix, tmp_path: Path, monkeypatch) -> None:
     def here(cell: ModelCell, *others: object) -> dict[str, Any]:
         known = cell.model != "llama"
@@ -181,6 +183,7 @@ def test_the_deadline_ends_the_command_and_another_call_continues(kalmix, tmp_pa
     assert "2 of 2 rows are missing" in result.output
 
 
+@pytest.mark.slow
 def test_prepared_rows_are_neither_timed_nor_written(kalmix, tmp_path: Path, monkeypatch) -> None:
     def here(cell: ModelCell, device: torch.device, on_prepared: Any, limit: float) -> dict[str, Any]:
         (tmp_path / cell.model).touch()

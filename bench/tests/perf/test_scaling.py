@@ -242,6 +242,7 @@ def test_a_row_is_right_if_it_is_right_in_both_formats(results, status, monkeypa
         assert row["of_budget"] > 1 and 1e-8 < row["float32_error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_budgets_follow_from_the_conditioning_of_each_gradient(two_ranks):
     device = torch.device("cpu")
     whole, packed = (budgets_of("gla", method) for method in ("heads", "context, head-tail, packed"))

@@ -32,6 +32,7 @@ def run(tmp_path, monkeypatch):
     return call
 
 
+@pytest.mark.slow
 def test_each_op_and_number_of_spans_has_a_row(run, capsys):
     rows = run("--op", "dense", "delta", "--spans", "1", "2", "--commit", "abc")
     assert [(row["op"], row["spans"]) for row in rows] == [("dense", 1), ("dense", 2), ("delta", 1), ("delta", 2)]

@@ -8,6 +8,7 @@ from kalmix_bench.perf import token_shards
 from kalmix_bench.perf.token_shards import private_memory, run
 
 
+@pytest.mark.slow
 def test_rates_and_memory_of_every_step_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_shards, "BATCH_SIZE", 1)
     monkeypatch.setattr(token_shards, "WORDS", 1000)

@@ -36,6 +36,7 @@ def test_wrong_calls_are_refused(options: tuple[object, ...], words: str, call: 
     assert ended.returncode == 2 and words in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_command_outlives_its_call_and_reads_what_later_calls_bring(call: Call, tmp_path: Path) -> None:
     results = tmp_path / "results"
     script = (
@@ -53,6 +54,7 @@ def test_a_command_outlives_its_call_and_reads_what_later_calls_bring(call: Call
     assert found == {"code": "first", "piece": "piece"}
 
 
+@pytest.mark.slow
 def test_output_and_status_come_back(call: Call, tmp_path: Path) -> None:
     ended = call("--limit", 30, "--", "bash", "-c", "echo written; echo twice >&2; exit 0")
     assert ended.returncode == 0 and ended.stdout.splitlines() == ["written", "twice"]

@@ -23,6 +23,7 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("size", "mount"), SIZES)
+@pytest.mark.slow
 def test_a_full_disk_ends_a_sweep_with_a_sentence(kalmix, disk, size: int, mount: bool) -> None:
     space = disk(size, mount=mount)
     bench = ("bench", "mad", "--device", "cpu", "--output", space.folder / "run")

@@ -141,6 +141,7 @@ def test_a_cell_claimed_by_another_sweep_is_waited_for(tmp_path: Path) -> None:
     assert not notes.exists()
 
 
+@pytest.mark.slow
 def test_several_processes_share_the_cells(tmp_path: Path) -> None:
     results, notes = places(tmp_path)
     done = []

@@ -131,6 +131,7 @@ def test_large_batches_and_short_histories_have_fewer_parts(monkeypatch):
 
 
 @pytest.mark.parametrize("probes", [None, 8])
+@pytest.mark.slow
 def test_positions_of_long_histories_are_found(probes, monkeypatch):
     """The position of the next token is found from a part of the ring, in one or several passes."""
     if probes is not None:
@@ -187,6 +188,7 @@ class NoGraph:
 
 
 @pytest.mark.filterwarnings("ignore:Decoding steps are not captured")
+@pytest.mark.slow
 def test_models_generate_the_same_tokens(launches):
     """On a GPU, the steps are CUDA graphs. Prompts have three lengths."""
     layers = [{"mixer": "attention", "heads": 4, "kv_heads": 2}, {"mixer": "attention", "heads": 2}]

@@ -62,6 +62,7 @@ def small_programs(monkeypatch):
         (8, UnitNorm(), ROWS),
     ],
 )
+@pytest.mark.slow
 def test_queries_and_keys_have_unit_length(count, norm, rows):
     columns = QueryKeyColumns(count, norm)
     sequences = 2 if rows is None else len(ROWS)
@@ -130,6 +131,7 @@ def test_sequences_are_isolated(name, bad):
         assert torch.equal(clean, other)
 
 
+@pytest.mark.slow
 def test_compiled_training():
     columns = QueryKeyColumns(8, NORM)
     given = [y.to(DEVICE).requires_grad_() for y in inputs(columns)]

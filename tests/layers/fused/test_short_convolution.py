@@ -70,6 +70,7 @@ def test_half_precision():
     compare_forms(convolution(packing_of(ROWS)), inputs(4, sequences=len(ROWS)), torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_more_channels_than_a_program_has():
     compare_forms(convolution(packing_of(ROWS)), inputs(4, channels=300, sequences=len(ROWS)))
 

@@ -285,6 +285,7 @@ def train(loader: TokenLoader, output: Path, steps: int, resume: bool, **options
     return [(row["loss"], row["epoch"]) for row in trainer.state.log_history if "loss" in row]
 
 
+@pytest.mark.slow
 def test_the_trainer_resumes_at_the_exact_batch(folder: Path, tmp_path: Path) -> None:
     def loader(workers: int = 0) -> TokenLoader:
         return TokenLoader(folder, PACKED, batch_size=2, workers=workers)

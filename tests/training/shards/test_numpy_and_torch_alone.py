@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from kalmix.training.shards import Order, Preparation, Shards, TokenLoader, prepare
 
 from .conftest import texts, write_corpus
@@ -37,6 +39,7 @@ assert not blocked & {name.partition(".")[0] for name in sys.modules}
 """
 
 
+@pytest.mark.slow
 def test_shards_are_read_where_only_numpy_and_torch_can_be_imported(tmp_path: Path) -> None:
     """A process without the other packages reads the same tokens, and resumes."""
     corpus = write_corpus(tmp_path / "corpus", texts(80))

@@ -127,6 +127,7 @@ def test_ids_of_a_tokenizer_may_have_gaps(last: int, unknown: str | None, corpus
     assert int(Shards(tmp_path / "s").window(0, manifest.count("train", "tokens")).max()) == last
 
 
+@pytest.mark.slow
 def test_large_vocabularies_have_32_bits(corpus: Path, tmp_path: Path) -> None:
     words = [*range(1 << 16), *{word for text in texts(300) for word in text.split()}]
     vocabulary = {str(word): n for n, word in enumerate([END, *words])}

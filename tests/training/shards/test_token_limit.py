@@ -46,6 +46,7 @@ def test_each_part_stops_after_the_document_that_reaches_its_share(
         assert last - max_tokens < LONGEST
 
 
+@pytest.mark.slow
 def test_a_limit_above_the_source_reads_all_of_it(corpus: Path, tmp_path: Path) -> None:
     limited = prepare(settings(corpus, 10**9), tmp_path / "limited")
     whole = prepare(settings(corpus, None), tmp_path / "whole")
@@ -79,6 +80,7 @@ def test_the_number_of_workers_does_not_change_limited_shards(
     assert shard_files(tmp_path / "1") == shard_files(tmp_path / "2")
 
 
+@pytest.mark.slow
 def test_an_interrupted_preparation_with_a_limit_continues(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
