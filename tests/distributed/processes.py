@@ -45,6 +45,8 @@ def run_ranks(function: Callable[..., None], world: int, folder: Path, *argument
 
 
 def start_ranks(function: Callable[..., None], world: int, folder: Path, *arguments: Any) -> None:
+    # The last rank that leaves removes the store, but not always. An old one has the addresses of ended processes.
+    (folder / "store").unlink(missing_ok=True)
     given = LIMIT, function, world, str(folder), *arguments
     multiprocessing.start_processes(_run, given, world, start_method="forkserver")
 

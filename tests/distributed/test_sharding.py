@@ -48,7 +48,6 @@ def test_a_sharded_run_resumes_on_another_number_of_ranks(tmp_path: Path):
     write_text(tmp_path)
 
     def run(world: int, *arguments: object) -> None:
-        (tmp_path / "store").unlink(missing_ok=True)
         run_ranks(sharded.train_sharded, world, tmp_path, *arguments)
 
     run(2, "whole", False, None)
