@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,6 +51,19 @@ def test_the_error_of_a_process_is_raised_at_once() -> None:
     with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda"):
         cells.rate_together(cell, torch.device("cuda"), 2)
     assert time.monotonic() - began < cells.PREPARATION / 2
+
+
+def test_batches_of_all_parts_score_as_many_tokens() -> None:
+    """Parts of one length share a CUDA graph, which fits one number of scored tokens, whatever a part needs."""
+    cell = make_cells(BENCHES["mqar"]["short"], ["update"], ["gated-deltanet"], 1)[0]
+    small = replace(cell.shape, hidden_size=16, depth=1, state_size=128)
+    pairs = [dict(part.settings)["num_kv_pairs"] for part in cell.parts]
+    few = replace(cell, shape=small, protocol=replace(cell.protocol, batch_size=2))
+    with cells._prepared(few, torch.device("cpu"), False) as (steps, _):
+        scored = [step.args[1]["positions"].shape for step in steps]  # type: ignore[attr-defined]
+    lengths = [dict(part.settings)["input_seq_len"] for part in cell.parts]
+    assert len(set(pairs)) > 1 and len(scored) == len(pairs)
+    assert len(set(zip(lengths, scored, strict=True))) == len(set(lengths))
 
 
 def test_no_processes_are_refused(measure, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,6 @@ the first 512 tokens, as a fraction of its largest element.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,9 +22,8 @@ from torch import Tensor
 
 from kalmix.layers.fused import linear_cross_entropy, linear_nll
 from kalmix.models.losses import cap_logits
-from kalmix.training.provenance import provenance
 from kalmix_bench.perf.layer_steps import measure
-from kalmix_bench.perf.result_file import dated_file
+from kalmix_bench.perf.result_file import write_rows
 
 CAP = 15.0
 CHECKED = 512  # tokens compared with float64
@@ -85,7 +83,6 @@ def main() -> None:
     weight = torch.nn.Parameter(0.02 * torch.randn(arguments.vocab_size, arguments.hidden_size, device=device))
     targets = torch.randint(arguments.vocab_size, size, device=device)
     for way, (loss, _) in WAYS.items():
-        hidden.grad = weight.grad = None
 
         def step(loss: Loss = loss) -> None:
             with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
@@ -96,12 +93,7 @@ def main() -> None:
         found = measure(step, device, arguments.repeats)
         rows.append({"way": way} | found | {"error": error(way, hidden, weight, targets)})
         print(rows[-1], flush=True)
-    origin = provenance(device)
-    command = {name: value for name, value in vars(arguments).items() if name != "output"}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    file = dated_file(arguments.output, str(origin["device"]), "head-loss")
-    file.write_text(json.dumps({**origin, "command": command, "rows": rows}, indent=1) + "\n")
-    print(f"wrote {file}")
+    write_rows(rows, device, "head-loss", arguments)
 
 
 if __name__ == "__main__":

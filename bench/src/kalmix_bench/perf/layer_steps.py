@@ -10,7 +10,6 @@ times are medians and include the host. The number of kernels, their time and th
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from kalmix.layers import MIXERS
-from kalmix.training.provenance import provenance
-from kalmix_bench.perf.result_file import dated_file
+from kalmix_bench.perf.result_file import write_rows
 from kalmix_bench.perf.timing import kernels_launched
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -87,12 +85,7 @@ def main() -> None:
             found = measure(step_of(layers, x, DTYPES[arguments.dtype]), device, arguments.repeats)
             rows.append({"layer": name, "heads": heads} | found)
             print(rows[-1], flush=True)
-    origin = provenance(device)
-    command = {name: value for name, value in vars(arguments).items() if name != "output"}
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    file = dated_file(arguments.output, str(origin["device"]), "layer-steps")
-    file.write_text(json.dumps({**origin, "command": command, "rows": rows}, indent=1) + "\n")
-    print(f"wrote {file}")
+    write_rows(rows, device, "layer-steps", arguments)
 
 
 if __name__ == "__main__":

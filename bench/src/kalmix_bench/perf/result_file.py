@@ -1,10 +1,18 @@
-"""Name of a file of results: its date, the machine, and what was measured."""
+"""Files of results, named by their date, the machine, and what was measured."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+
+from kalmix.training.provenance import provenance
 
 
 def dated_file(folder: Path, machine: str, name: str) -> Path:
@@ -17,3 +25,20 @@ def dated_file(folder: Path, machine: str, name: str) -> Path:
     """
     machine = re.sub(r"[^a-z0-9]+", "-", machine.lower()).strip("-")
     return folder / f"{datetime.date.today()}-{machine}-{name}.json"
+
+
+def write_rows(rows: Sequence[dict[str, Any]], device: torch.device, name: str, arguments: argparse.Namespace) -> None:
+    """Write rows with device, commit, versions and the command's options to a dated file, and print its path.
+
+    Args:
+        rows: measurements.
+        device: device that was measured.
+        name: what was measured.
+        arguments: options of the command; `output` is the folder.
+    """
+    origin = provenance(device)
+    options = {option: value for option, value in vars(arguments).items() if option != "output"}
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    file = dated_file(arguments.output, str(origin["device"]), name)
+    file.write_text(json.dumps({**origin, "command": options, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {file}")

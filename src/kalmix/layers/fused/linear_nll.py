@@ -105,10 +105,6 @@ def _forward(
     return nll.view(targets.shape)
 
 
-def _forward_fake(hidden, weight, bias, targets, dtype, cap):
-    return hidden.new_empty(targets.shape, dtype=belief_dtype(dtype))
-
-
 def _carrier(
     hidden: Tensor,
     weight: Tensor,
@@ -122,7 +118,8 @@ def _carrier(
     return hidden.new_zeros(targets.shape, dtype=belief_dtype(dtype))
 
 
-def _carrier_fake(hidden, weight, bias, targets, dtype, cap, needs):
+def _fake_losses(hidden, weight, bias, targets, dtype, cap, needs=None):
+    """Return a tensor like the results of both ops, for a dry run."""
     return hidden.new_empty(targets.shape, dtype=belief_dtype(dtype))
 
 
@@ -160,7 +157,7 @@ def _backward_fake(grad, hidden, weight, bias, targets, dtype, cap, needs):
     return tuple(x.new_empty(x.shape) if needed else hidden.new_empty(0) for x, needed in pairs)
 
 
-_linear_nll = without_dispatcher(custom_op("kalmix::linear_nll", _forward, _forward_fake))
+_linear_nll = without_dispatcher(custom_op("kalmix::linear_nll", _forward, _fake_losses))
 _run_backward = without_dispatcher(custom_op("kalmix::linear_nll_carrier_backward", _backward, _backward_fake))
 
 
@@ -186,5 +183,5 @@ def _differentiable_gradients(ctx: Any, grad: Tensor | None) -> tuple[Tensor | N
 
 
 _gradient_carrier = register_gradients(
-    custom_op("kalmix::linear_nll_carrier", _carrier, _carrier_fake), _setup, _gradients, _differentiable_gradients
+    custom_op("kalmix::linear_nll_carrier", _carrier, _fake_losses), _setup, _gradients, _differentiable_gradients
 )

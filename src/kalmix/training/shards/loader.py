@@ -270,11 +270,10 @@ def _outlive_one_signal(worker: int) -> None:
 
 def _wait_for_signals(training_process: int) -> None:
     """End this process at the first SIGTERM of the training process, or at the second one of others."""
-    for last in (False, True):
-        if signal.sigwaitinfo([signal.SIGTERM]).si_pid == training_process:
-            os._exit(0)
-        if last:
-            os.kill(os.getpid(), signal.SIGKILL)
+    senders = (signal.sigwaitinfo([signal.SIGTERM]).si_pid for _ in range(2))
+    if training_process in senders:  # stops at the first
+        os._exit(0)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _digest(hashes: list[str]) -> str:
