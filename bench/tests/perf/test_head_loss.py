@@ -12,10 +12,12 @@ from kalmix_bench.perf import head_loss
 
 
 def test_every_way_has_the_same_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = "--batch 2 --tokens 16 --hidden-size 8 --vocab-size 50 --repeats 1 --device cpu --output"
+    options = "--batch 2 --tokens 16 --hidden-size 8 --vocab-size 50 --repeats 1 --device cpu --commit abc --output"
     monkeypatch.setattr(sys, "argv", ["head_loss", *options.split(), str(tmp_path)])
     head_loss.main()
     (file,) = tmp_path.iterdir()
-    rows = json.loads(file.read_text())["rows"]
+    results = json.loads(file.read_text())
+    assert results["commit"] == "abc" and "commit" not in results["command"]
+    rows = results["rows"]
     assert [row["way"] for row in rows] == list(head_loss.WAYS)
     assert all(row["error"] < 1e-5 and row["ms"] > 0 for row in rows)

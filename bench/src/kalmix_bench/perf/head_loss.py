@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=50_257)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--commit", help="commit for the rows, where git is absent")
     arguments = parser.parse_args()
     device, rows = torch.device(arguments.device), []
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--heads", type=int, action="append", help="repeatable; default: the layer's own number")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--output", type=Path, default=Path("results"))
+    parser.add_argument("--commit", help="commit for the rows, where git is absent")
     arguments = parser.parse_args()
     device, size, rows = torch.device(arguments.device), arguments.hidden_size, []
     for name in arguments.layer:

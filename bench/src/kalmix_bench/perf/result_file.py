@@ -34,10 +34,10 @@ def write_rows(rows: Sequence[dict[str, Any]], device: torch.device, name: str, 
         rows: measurements.
         device: device that was measured.
         name: what was measured.
-        arguments: options of the command; `output` is the folder.
+        arguments: options of the command; `output` is the folder, and `commit` the commit where git is absent.
     """
-    origin = provenance(device)
-    options = {option: value for option, value in vars(arguments).items() if option != "output"}
+    origin = provenance(device) | ({"commit": arguments.commit} if arguments.commit else {})
+    options = {option: value for option, value in vars(arguments).items() if option not in ("output", "commit")}
     arguments.output.mkdir(parents=True, exist_ok=True)
     file = dated_file(arguments.output, str(origin["device"]), name)
     file.write_text(json.dumps({**origin, "command": options, "rows": rows}, indent=1) + "\n")

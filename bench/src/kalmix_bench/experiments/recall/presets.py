@@ -305,10 +305,10 @@ BENCHES: dict[str, dict[str, RecallPreset]] = {
             _by_design("rewrite", _updates()),
             _by_design("block", _blocks()),
         ),
-        "short": (  # the same models and training rows, for about 12,000 steps
+        "short": (  # the same models and training rows, for about 12,000 steps, or twice as many where keys repeat
             _by_design("shared", _shared(1000), epochs=10),
-            _by_design("update", _updates(1000), epochs=3),
-            _by_design("rewrite", _updates(1000), epochs=3),
+            _by_design("update", _updates(1000), epochs=6),
+            _by_design("rewrite", _updates(1000), epochs=6),
             _by_design("block", _blocks(1000), epochs=8),
             RecallStudy(  # Figure 2a of Gated KalmaNet: fewer dimensions than pairs, or as many
                 "mqar",
