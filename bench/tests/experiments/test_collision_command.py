@@ -32,7 +32,8 @@ def test_the_mechanism_is_printed_beside_its_closed_forms(kalmix, tmp_path: Path
 @pytest.mark.parametrize(("part", "model"), [("recall", "reset"), ("crowding", "bayesian")])
 @pytest.mark.slow
 def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, model: str) -> None:
-    result = kalmix("bench", "collision", "--parts", part, "--models", model, "--seeds", 2, *TINY, "--output", tmp_path)
+    options = ("--parts", part, "--models", model, "--seeds", 2, "--commit", "abc", *TINY, "--output", tmp_path)
+    result = kalmix("bench", "collision", *options)
     assert result.status == 0, result.errors
     assert (tmp_path / f"{part}.png").read_bytes().startswith(PNG)
     assert f"{part}  {model}  loss" in result.output
@@ -41,7 +42,7 @@ def test_models_are_trained_tested_and_drawn(kalmix, tmp_path: Path, part: str, 
     assert [(row["study"], row["model"], row["seed"]) for row in rows] == [(part, model, 0), (part, model, 1)]
     assert rows[0]["protocol"]["steps"] == 2
     assert rows[0]["versions"]["torch"] and rows[0]["device"]
-    assert "commit" in rows[0]
+    assert rows[0]["commit"] == "abc"
     if part == "recall":
         margins = {(test["flood"], test["overlap"]): test["margin"] for test in rows[0]["scores"]}
         assert {(256, 0.8), (64, 0.8), (64, 0.95)} <= set(margins)

@@ -50,6 +50,7 @@ class Squares(Experiment[Square]):
     name, keys = "squares", frozenset(("number", "sizes"))
 
     def __init__(self, work: Work, together: Callable[[Square], Hashable] | None) -> None:
+        super().__init__()
         self.work, self.join = work, together
 
     def commands(self):

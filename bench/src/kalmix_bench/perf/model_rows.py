@@ -45,6 +45,7 @@ class ModelRows(Experiment[CellT]):
     in_all = False
 
     def __init__(self, limit: float = math.inf, processes: int = 1, *, prepare_only: bool = False) -> None:
+        super().__init__()  # cells have the commit, so that rows of an older one are measured again
         self.limit, self.processes, self.prepare_only = limit, processes, prepare_only
 
     @abstractmethod

@@ -25,7 +25,10 @@ class CellStopped(Exception):  # noqa: N818 - not an error
 class Experiment(ABC, Generic[CellT]):
     """Base class of experiments: their commands, how a cell is run and resumed, and how rows are reported.
 
-    Instances have no state, so that `pickle` can send them to other processes.
+    `pickle` sends instances to other processes, so their attributes must be small.
+
+    Args:
+        commit: commit of kalmix for the rows, where git does not know it.
 
     Attributes:
         name: heading in a report.
@@ -41,6 +44,9 @@ class Experiment(ABC, Generic[CellT]):
     latest: ClassVar[tuple[str, str] | None] = None
     in_all: ClassVar[bool] = True
     laptop: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, commit: str | None = None) -> None:
+        self.commit: str | None = commit
 
     @abstractmethod
     def commands(self) -> dict[str, Callable[..., None]]:

@@ -17,6 +17,7 @@ _T = TypeVar("_T")
 Device = Annotated[str | None, typer.Option(help="cpu or cuda. Default: cuda if available.")]
 Jobs = Annotated[int, typer.Option(help="Cells to run at once, one process each.")]
 Seeds = Annotated[int, typer.Option(help="Number of seeds, from 0.")]
+Commit = Annotated[str | None, typer.Option(help="Commit for the rows, where there is no git.")]
 
 
 def names(option: str, text: str, known: Sequence[str]) -> list[str]:

@@ -106,6 +106,7 @@ def _command(
     ] = "read",
     jobs: options.Jobs = 1,
     device: options.Device = None,
+    commit: options.Commit = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path(
         "runs/collision"
     ),
@@ -132,4 +133,4 @@ def _command(
         for model in model_names
         for seed in seed_range
     ]
-    session.run(Collision(), cells, output, console, device=torch_device, jobs=jobs, files=files)
+    session.run(Collision(commit), cells, output, console, device=torch_device, jobs=jobs, files=files)

@@ -70,9 +70,9 @@ class Language(Experiment[LanguageCell]):
         *,
         jobs_per_device: int = 1,
     ) -> None:
+        super().__init__(commit)
         self.shards: Path | None = shards
         self.checkpoints: Path | None = checkpoints
-        self.commit: str | None = commit
         self.jobs_per_device: int = jobs_per_device
 
     def commands(self) -> dict[str, Callable[..., None]]:
@@ -92,8 +92,7 @@ class Language(Experiment[LanguageCell]):
         (cell,) = cells
         assert self.shards is not None
         row = run_cell(cell, self.shards, self._folder(cell, results), on_progress)
-        row |= {} if self.jobs_per_device == 1 else {"jobs_per_device": self.jobs_per_device}
-        return [row if self.commit is None else {**row, "commit": self.commit}]
+        return [row if self.jobs_per_device == 1 else {**row, "jobs_per_device": self.jobs_per_device}]
 
     def clear(self, cell: LanguageCell, results: Results) -> None:
         shutil.rmtree(self._folder(cell, results), ignore_errors=True)
@@ -204,7 +203,7 @@ def _command(
     checkpoints: Annotated[
         Path | None, typer.Option(help="Folder of checkpoints. Default: checkpoints in the output folder.")
     ] = None,
-    commit: Annotated[str | None, typer.Option(help="Commit for the rows, where there is no git.")] = None,
+    commit: options.Commit = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
     gpu: Annotated[str, typer.Option(help="Name of the GPU of --dry-run.")] = GPU,
     mfu: Annotated[float, typer.Option(help="Assumed model FLOPs utilization of --dry-run.")] = MFU,

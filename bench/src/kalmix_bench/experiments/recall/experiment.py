@@ -48,7 +48,7 @@ class Recall(Experiment[RecallCell]):
     keys = frozenset(("task", "layer"))
 
     def __init__(self, commit: str | None = None, data: Path | None = None, *, tf32: bool = False) -> None:
-        self.commit: str | None = commit
+        super().__init__(commit)
         self.data: Path | None = data
         self.tf32: bool = tf32
 
@@ -71,8 +71,7 @@ class Recall(Experiment[RecallCell]):
         from kalmix_bench.experiments.recall.models import AutoEncoder, build
         from kalmix_bench.experiments.recall.trainer import train_cell
 
-        (cell,), origin = cells, {} if self.commit is None else {"commit": self.commit}
-        origin |= {"tf32": True} if self.tf32 and device.type == "cuda" else {}
+        (cell,), origin = cells, {"tf32": True} if self.tf32 and device.type == "cuda" else {}
         data, from_last = draw_cell_data(cell, self.data), datasets.get_task(cell.task).from_last
         length = data.parts[0].test.inputs.shape[1]
         with deterministic_mode(device, tf32=self.tf32):

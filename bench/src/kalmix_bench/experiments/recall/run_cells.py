@@ -10,7 +10,7 @@ from rich.console import Console
 
 from kalmix_bench.experiments.recall.cell_line import parse_cell
 from kalmix_bench.experiments.recall.experiment import Recall
-from kalmix_bench.runner import cell_file, limited, scheduler
+from kalmix_bench.runner import cell_file, limited, options, scheduler
 from kalmix_bench.runner.cells import Results
 from kalmix_bench.runner.limited import LimitedSweep
 from kalmix_bench.runner.progress import progress
@@ -21,7 +21,7 @@ def run(
     devices: limited.Devices = None,
     jobs_per_device: limited.JobsPerDevice = 1,
     deadline: limited.Deadline = None,
-    commit: Annotated[str | None, typer.Option(help="Commit for the rows, where there is no git.")] = None,
+    commit: options.Commit = None,
     data: Annotated[
         Path | None, typer.Option(help="Folder for rows of tasks. Default: each cell draws its own.")
     ] = None,

@@ -86,6 +86,7 @@ def _command(
     epochs: Annotated[int | None, typer.Option(help="Training epochs. Default: the preset's.")] = None,
     jobs: options.Jobs = 1,
     device: options.Device = None,
+    commit: options.Commit = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path("runs/sde"),
 ) -> None:
     """Train predictors of linear SDEs (section 4.3 of Adaptive Filter Attention); compare with Kalman filters."""
@@ -104,7 +105,7 @@ def _command(
         for model in (REFERENCES, *model_names)
         for seed in seed_range
     ]
-    session.run(Sde(), cells, output, console, device=torch_device, jobs=jobs)
+    session.run(Sde(commit), cells, output, console, device=torch_device, jobs=jobs)
 
 
 def _error(value: float) -> str:

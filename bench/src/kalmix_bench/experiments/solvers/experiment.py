@@ -50,6 +50,7 @@ def _command(
     seeds: options.Seeds = 1,
     jobs: options.Jobs = 1,
     device: options.Device = None,
+    commit: options.Commit = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished cells in it are skipped.")] = Path(
         "runs/solvers"
     ),
@@ -59,4 +60,4 @@ def _command(
     settings, seed_range = options.preset(preset, PRESETS), range(options.count("seeds", seeds))
     torch_device, console = options.device(device), Console(highlight=False)
     cells = [SolverCell(name, settings[name], seed) for name in study_names for seed in seed_range]
-    session.run(Solvers(), cells, output, console, device=torch_device, jobs=jobs)
+    session.run(Solvers(commit), cells, output, console, device=torch_device, jobs=jobs)

@@ -167,6 +167,7 @@ def _command(
     epochs: Annotated[int | None, typer.Option(help="Epochs of the cosine. Default: the preset's.")] = None,
     jobs: options.Jobs = 1,
     device: options.Device = None,
+    commit: options.Commit = None,
     output: Annotated[Path, typer.Option(help="Output folder; finished runs in it are skipped.")] = Path("runs/vision"),
 ) -> None:
     """Train image classifiers (section N of Gated KalmaNet): GKAVision and the same backbone with other mixers."""
@@ -185,4 +186,4 @@ def _command(
     model_names = options.names("models", models, MODELS)
     seed_range = range(options.count("seeds", seeds))
     cells = [VisionCell(replace(recipe, mixer=mixer, seed=seed)) for mixer in model_names for seed in seed_range]
-    session.run(Vision(), cells, output, Console(highlight=False), device=options.device(device), jobs=jobs)
+    session.run(Vision(commit), cells, output, Console(highlight=False), device=options.device(device), jobs=jobs)
