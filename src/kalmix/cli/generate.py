@@ -34,23 +34,22 @@ def run(
 ) -> None:
     """Generate text from a prompt and print each token at once."""
     require_extra("`kalmix generate`", "hf")
-    from transformers import TextStreamer, set_seed
+    from transformers import set_seed
 
     from kalmix.cli.load_run import load
     from kalmix.training.data import check_unicode
-    from kalmix.training.sampling import generate
+    from kalmix.training.sampling import ContinuationStreamer, generate
 
     check_unicode("prompt", prompt)
     network, tokenizer = load(model, predict)
     if seed is not None:
         set_seed(seed)
     Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")
-    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     generate(
         *(network, tokenizer, prompt),
         max_new_tokens=tokens,
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        streamer=streamer,
+        streamer=ContinuationStreamer(tokenizer),
     )

@@ -5,10 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerFast
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast, TextStreamer
 
 from kalmix.models import KalmixForCausalLM
 from kalmix.training.data import begin_id, check_unicode
+
+
+class ContinuationStreamer(TextStreamer):
+    """Print text as it is generated, without the prompt and special tokens.
+
+    It keeps the space between the prompt and the text. `TextStreamer` loses it with tokenizers such as Llama's, which
+    decode the first word without a space.
+
+    Args:
+        tokenizer: tokenizer of the model.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+
+    def put(self, value: Tensor) -> None:
+        if self.next_tokens_are_prompt:
+            self.token_cache = value.flatten().tolist()
+            self.print_len = len(self.tokenizer.decode(self.token_cache, **self.decode_kwargs))
+        super().put(value)
 
 
 def generate(
@@ -55,4 +76,7 @@ def generate(
         pad_token_id=begin,
         **options,
     )
-    return str(tokenizer.decode(output_ids[0, ids.shape[1] :], skip_special_tokens=True))
+    prompt_text, text = (
+        str(tokenizer.decode(all_ids, skip_special_tokens=True)) for all_ids in (ids[0], output_ids[0])
+    )
+    return text[len(prompt_text) :]
