@@ -49,5 +49,5 @@ def test_cost_grows_with_ranks():
 
 
 def test_page_has_the_tables_of_the_program():
-    page = (ROOT / "docs" / "scaling.md").read_text()
+    page = (ROOT / "docs" / "results" / "scaling.md").read_text()
     assert all(table in page for table in tables())
