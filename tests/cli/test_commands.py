@@ -70,6 +70,18 @@ def test_generate_continues_a_prompt(kalmix, run_folder: Path) -> None:
     assert kalmix(*asked).output == result.output
 
 
+@pytest.mark.parametrize("command", [("generate",), ("inspect", "--text", "filter")])
+def test_device_that_is_not_here_is_one_line(
+    kalmix, run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+) -> None:
+    """Without the option, both run on an accelerator if there is one."""
+    monkeypatch.chdir(tmp_path)
+    result = kalmix(*command, run_folder, "--device", "gpu")
+    assert result.status == 2
+    assert result.errors == "error: `device` is 'gpu'; expected a device of this machine, such as cuda.\n"
+    assert kalmix(*command, run_folder, "--device", "cpu").status == 0
+
+
 def test_greedy_generation_is_equal_for_run_and_model_folder(kalmix, run_folder: Path) -> None:
     greedy = ("--temperature", 0, "--tokens", 5)
     assert kalmix("generate", run_folder, *greedy).output == kalmix("generate", run_folder / "model", *greedy).output

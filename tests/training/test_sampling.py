@@ -33,9 +33,7 @@ def test_the_space_after_the_prompt_is_kept(prompt: str, capsys: pytest.CaptureF
         model.lm_head.weight[:2] = 0  # of special tokens, which are not printed
         model.lm_head.weight[2:] *= 100
     tokenizer = llama_tokenizer()
-    text = generate(
-        model, tokenizer, prompt, max_new_tokens=5, temperature=0, streamer=ContinuationStreamer(tokenizer)
-    )
+    text = generate(model, tokenizer, prompt, max_new_tokens=5, temperature=0, streamer=ContinuationStreamer(tokenizer))
     assert capsys.readouterr().out == text + "\n"
     words = (prompt + text).split(" ")
     assert len(words) == len(prompt.split()) + 5 and all(len(word) == 1 for word in words), text

@@ -5,18 +5,16 @@ from __future__ import annotations
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from kalmix._extras import require_extra
+from kalmix.cli.options import Device
 from kalmix.errors import ArgumentError
 from kalmix.files import disk_errors, lock_folder, write_text
 from kalmix.validation import check_positive_int
-
-if TYPE_CHECKING:
-    from kalmix.models import KalmixForCausalLM
 
 
 def run(
@@ -34,7 +32,7 @@ def run(
     ] = None,
     limit: Annotated[int | None, typer.Option(help="Number of rows of each task. Default: all.")] = None,
     batch_size: Annotated[int, typer.Option(help="Sequences per forward pass.")] = 8,
-    device: Annotated[str | None, typer.Option(help="Device. Default: an accelerator if there is one.")] = None,
+    device: Device = None,
     bf16: Annotated[bool, typer.Option("--bf16", help="Run under bfloat16 autocast.")] = False,
     predict: Annotated[
         str | None,
@@ -79,7 +77,7 @@ def run(
             check_positive_int("limit", limit)
         if data is not None and not data.is_dir():
             raise ArgumentError("data", problem=f"{str(data)!r} does not exist", expected="a folder with datasets")
-    from kalmix.cli.load_run import check_vocabulary, evaluation_folder, load_model
+    from kalmix.cli.load_run import check_vocabulary, evaluation_folder, load_model, move
     from kalmix.cli.stages import stages
     from kalmix.evaluation.evaluate import Options, evaluate, settings_of
     from kalmix.evaluation.judge import begin_texts
@@ -108,7 +106,7 @@ def run(
                 passages = read_text(text, tokenizer, found, sizes, limit)
             options = Options(limit, batch_size, bf16, where, passages, ranks)
             units = units_of(suite, chosen, sizes, None if passages is None else passages.lengths)
-            _move(model, device)
+            move(model, device)
         with lock_folder(folder) if main else nullcontext(), disk_errors(folder):
             with ranks.main_first():
                 results = Results(folder, settings_of(model, found, options))
@@ -130,20 +128,3 @@ def _integers(name: str, text: str | None) -> list[int]:
         return [int(x) for x in (text or "").split(",") if x.strip()]
     except ValueError:
         raise ArgumentError(name, got=repr(text), expected="integers separated by commas") from None
-
-
-def _move(model: KalmixForCausalLM, device: str | None) -> None:
-    """Move a model to a device, by default to an accelerator if there is one.
-
-    Raises:
-        ArgumentError: there is no such device.
-    """
-    import torch
-
-    chosen = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    try:
-        torch.nn.Module.to(model, torch.device(chosen))
-    except (RuntimeError, AssertionError) as error:  # unknown name, or no such GPU
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        raise ArgumentError("device", got=repr(device), expected="a device of this machine, such as cuda") from None

@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from kalmix._extras import require_extra
+from kalmix.cli.options import Device
 from kalmix.training.recipe_checks import MAX_SEED
 
 
@@ -28,6 +29,7 @@ def run(
             "Default: the model's setting."
         ),
     ] = None,
+    device: Device = None,
     seed: Annotated[
         int | None, typer.Option(min=0, max=MAX_SEED, help="Random seed. Default: another text in each run.")
     ] = None,
@@ -36,12 +38,13 @@ def run(
     require_extra("`kalmix generate`", "hf")
     from transformers import set_seed
 
-    from kalmix.cli.load_run import load
+    from kalmix.cli.load_run import load, move
     from kalmix.training.data import check_unicode
     from kalmix.training.sampling import ContinuationStreamer, generate
 
     check_unicode("prompt", prompt)
     network, tokenizer = load(model, predict)
+    move(network, device)
     if seed is not None:
         set_seed(seed)
     Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")

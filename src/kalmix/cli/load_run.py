@@ -68,6 +68,23 @@ def load_model(folder: Path, predict: str | None = None) -> KalmixForCausalLM:
     return model.eval()
 
 
+def move(model: KalmixForCausalLM, device: str | None) -> None:
+    """Move a model to a device, by default to an accelerator if there is one.
+
+    Raises:
+        ArgumentError: there is no such device.
+    """
+    import torch
+
+    chosen = device or torch.accelerator.current_accelerator(check_available=True) or "cpu"
+    try:
+        torch.nn.Module.to(model, torch.device(chosen))
+    except (RuntimeError, AssertionError) as error:  # unknown name, or no such GPU
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise ArgumentError("device", got=repr(device), expected="a device of this machine, such as cuda") from None
+
+
 def evaluation_folder(folder: Path) -> Path:
     """Return the folder for scores of a run or a model: its subfolder `evaluation`; for a checkpoint, one in there."""
     return run_of(folder) / EVALUATION / folder.name if is_checkpoint(folder) else folder / EVALUATION
@@ -113,8 +130,6 @@ def load_run(folder: Path) -> Run:
         ArgumentError: there is no finished run or no intact checkpoint, its model is damaged, or its text or tokenizer
             is missing or changed.
     """
-    import torch
-
     from kalmix.training import corpus as text
     from kalmix.training import inputs
     from kalmix.training.run import Run, finished, read_history
@@ -135,8 +150,7 @@ def load_run(folder: Path) -> Run:
     if before is not None:
         when = f"when {str(run)!r} was trained"
         inputs.check(inputs.digests(corpus, run), before, when, "to evaluate the run")
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    torch.nn.Module.to(model, device)
+    move(model, None)
     return Run(recipe, output, corpus, model, tokenizer, history)
 
 
