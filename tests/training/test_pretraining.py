@@ -307,6 +307,20 @@ def test_log_has_rates_and_gradient_norms(small, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in rows)
 
 
+def test_one_process_trains_on_one_of_several_gpus(small, tmp_path: Path, monkeypatch) -> None:
+    """The Trainer would wrap the model in `nn.DataParallel`, which divides batches and cannot divide documents."""
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    seen = []
+
+    class Look(Kill):
+        def on_step_begin(self, args, state, control, **_) -> None:
+            seen.append((args.n_gpu, args.train_batch_size))
+
+    train(small(steps=1, eval_tokens=0), tmp_path / "run", callbacks=[Look(9)])
+    assert seen == [(1, 2)]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
 def test_sharded_parameters_need_a_gpu(small, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="`fsdp` is True; expected False on a machine without a GPU"):

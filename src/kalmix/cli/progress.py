@@ -6,6 +6,7 @@ import math
 import time
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,7 +42,10 @@ class ProgressBar(TrainerCallback):
         data = given["train_dataloader"].dataset
         shards = getattr(data, "shards", None)
         tokens = sum(len(block["input_ids"]) for block in data) if shards is None else sum(x.tokens for x in shards)
-        self.console.print(f"{weights:,} parameters, {tokens:,} training tokens, on {args.device}", soft_wrap=True)
+        gpus = torch.cuda.device_count()
+        more = f", 1 of {gpus} GPUs (for more, use torchrun)" if gpus > 1 and args.world_size == 1 else ""
+        text = f"{weights:,} parameters, {tokens:,} training tokens, on {args.device}{more}"
+        self.console.print(text, soft_wrap=True)
         columns = (SpinnerColumn("line"), BarColumn(30), TaskProgressColumn(), TextColumn("{task.fields[status]}"))
         self.bar = Progress(*columns, console=self.console, disable=not self.console.is_terminal)
         self.bar.start()
