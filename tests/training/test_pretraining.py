@@ -235,12 +235,16 @@ def test_optimizer_settings_reach_the_trainer(small, tmp_path: Path) -> None:
             optimizer = getattr(optimizer, "optimizer", optimizer)
             seen.update({x["name"]: (x["initial_lr"], x["betas"], x["eps"]) for x in optimizer.param_groups})
             seen["clip"] = args.max_grad_norm
+            seen["logged"] = args.learning_rate, args.weight_decay, args.adam_beta1, args.adam_beta2, args.adam_epsilon
+            seen["name"] = args.run_name
 
     settings = {"betas": (0.8, 0.95), "eps": 1e-9, "clip": 3.0, "learning_rates": {"embeddings": 0.3}}
+    settings["weight_decay"] = 0.3
     train(small(steps=1, reference_width=2, **settings), tmp_path / "run", callbacks=[Look(9)])
     assert seen["clip"] == 3.0
     assert seen["embeddings"] == (pytest.approx(0.15), (0.8, 0.95), 1e-9)
     assert seen["matrices"][0] == pytest.approx(2e-3)
+    assert seen["logged"] == (pytest.approx(2e-3), 0.3, 0.8, 0.95, 1e-9) and seen["name"] == "run"
 
 
 @pytest.mark.parametrize(

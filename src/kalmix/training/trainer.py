@@ -264,6 +264,13 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         gradient_accumulation_steps=data.batching.accumulation,
         max_steps=UNLIMITED_STEPS if steps is None else steps,
         max_grad_norm=recipe.clip or 0.0,
+        # `KalmixTrainer` makes the optimizer; TensorBoard, wandb and others log these.
+        learning_rate=recipe.lr_scale(data.batching.step_tokens) * recipe.learning_rate,
+        weight_decay=recipe.weight_decay,
+        adam_beta1=recipe.betas[0],
+        adam_beta2=recipe.betas[1],
+        adam_epsilon=recipe.eps,
+        run_name=output.resolve().name,
         bf16=recipe.bf16,
         use_cpu=not torch.accelerator.is_available(),
         torch_compile=recipe.compile,
