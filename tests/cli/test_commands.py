@@ -51,6 +51,12 @@ def test_attention_alone_draws_no_variances(kalmix, text_file: Path, tmp_path: P
     assert [path.name for path in (tmp_path / "run").glob("*.png")] == ["loss.png"]
 
 
+def test_generate_prints_the_prompt_as_it_is(kalmix, run_folder: Path) -> None:
+    prompt = "a :key: [b]c[/b]\td\n\te"
+    result = kalmix("generate", run_folder, "--prompt", prompt, "--tokens", 1)
+    assert result.status == 0 and result.output.startswith(prompt), result.errors
+
+
 @pytest.mark.slow
 def test_generate_averages_over_the_posterior(kalmix, run_folder: Path) -> None:
     """The last layer of this run is attention, which has no posterior."""

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from kalmix._extras import require_extra
 from kalmix.cli.options import Device
@@ -47,7 +46,7 @@ def run(
     move(network, device)
     if seed is not None:
         set_seed(seed)
-    Console(highlight=False, markup=False, soft_wrap=True).print(prompt, end="", style="bold")
+    typer.secho(prompt, nl=False, bold=True)  # as it is: rich would replace tabs, and names of emoji such as ":key:"
     generate(
         *(network, tokenizer, prompt),
         max_new_tokens=tokens,
