@@ -137,6 +137,19 @@ def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shar
     assert mixed.tokens_per_byte["loss"] != alone.tokens_per_byte["loss"]
 
 
+def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    cases = {
+        "`eval_tokens` is 16. ": {"eval_tokens": 16},
+        "the data hold out fewer. ": {"eval_tokens": 2048, "seq_len": 2048, "batch_size": 1},
+        "": {"eval_tokens": 0},
+    }
+    for reason, changes in cases.items():
+        recwarn.clear()
+        assert not train(small(steps=1, **changes), tmp_path / str(changes["eval_tokens"])).held_out
+        told = [text for x in recwarn if "is not evaluated on held-out text" in (text := str(x.message))]
+        assert len(told) == bool(reason) and all(reason in text for text in told)
+
+
 def test_shards_with_a_larger_vocabulary_are_refused(small, tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match=r"`vocab_size` is 260.*at least"):
         train(small(vocab_size=260), tmp_path / "run")

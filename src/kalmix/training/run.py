@@ -52,7 +52,7 @@ from kalmix.training.corpus import Corpus, is_hidden
 from kalmix.training.initial_model import build, load_weights
 from kalmix.training.peers import peer_errors, peer_has_ended, watched_peers
 from kalmix.training.recipe import BRANCHED, CHANGEABLE, HISTORY, RECIPE_FILE, Recipe, resume_command
-from kalmix.training.run_data import ShardSource, TextSource, open_source
+from kalmix.training.run_data import RunData, ShardSource, TextSource, open_source
 from kalmix.training.same_run import check_same_data, check_same_recipe, with_saved_order
 from kalmix.training.schedule import Curve, SaveRule, Schedule, interruptible
 from kalmix.training.trainer import KalmixTrainer, check_fsdp, process_state, tensorboard_callbacks, training_arguments
@@ -262,6 +262,7 @@ def _train(
     if checkpoint is not None:
         sequences = data.batching.rows * data.batching.accumulation * state.num_processes
         check_step_size(checkpoint, state.num_processes, sequences)
+    _warn_of_no_evaluation(recipe, data, state)
     model.config.max_packed_sequences = data.max_documents
     curve = Curve(recipe.schedule, recipe.warmup, recipe.cooldown, recipe.final_learning_rate)
     saves = SaveRule(60 * recipe.save_minutes, recipe.save_steps, recipe.keep_steps)
@@ -291,6 +292,20 @@ def _train(
         raise ArgumentError(
             "compile", problem=f"fails on this machine ({reason})", expected="a run without it"
         ) from error
+
+
+def _warn_of_no_evaluation(recipe: Recipe, data: RunData, state: PartialState) -> None:
+    """Warn in the main process if there is held-out text, but too little of it for evaluations during training."""
+    if data.evaluation is not None or not recipe.eval_tokens or "eval_loss" not in data.tokens_per_byte:
+        return
+    enough = recipe.eval_tokens >= recipe.seq_len
+    problem = "the data hold out fewer" if enough else f"`eval_tokens` is {recipe.eval_tokens:,}"
+    if state.is_main_process:
+        warnings.warn(
+            f"the run is not evaluated on held-out text: a sequence has {recipe.seq_len:,} tokens, and {problem}. "
+            "`eval_tokens=0` is for none",
+            stacklevel=2,
+        )
 
 
 def _check_new(output: Path) -> None:
