@@ -137,6 +137,16 @@ def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shar
     assert mixed.tokens_per_byte["loss"] != alone.tokens_per_byte["loss"]
 
 
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+def test_runs_are_evaluated_on_the_same_text_with_any_number_of_processes(packing: str, small) -> None:
+    source = ShardSource(small(eval_tokens=5 * 32, batch_size=4, batch_tokens=12 * 32, packing=packing))
+    found = []
+    for processes in (1, 2, 3, 4):
+        batches = source.load(None, processes, 0).evaluation
+        found.append(torch.cat([batch["input_ids"].flatten() for batch in batches or ()]))
+    assert len(found[0]) == 5 * 32 and all(torch.equal(x, found[0]) for x in found)
+
+
 def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     cases = {
         "`eval_tokens` is 16. ": {"eval_tokens": 16},

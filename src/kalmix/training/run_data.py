@@ -203,12 +203,16 @@ class ShardSource:
         return 1 / mean if mean else 0.0
 
     def _eval_batches(self, rows: int) -> Dataset[Any] | None:
-        """Return the first held-out batches of the folders that have any; `None` if there are too few tokens."""
+        """Return the first held-out batches of the folders that have any; `None` if there are too few tokens.
+
+        They have the same sequences for any number of rows, which depends on the number of processes.
+        """
         order = Order(self.recipe.seq_len, self.recipe.packing, seed=None, split="held_out")
         count = self.recipe.eval_tokens // self.recipe.seq_len
-        rows, weights = min(rows, count), self._weights("held_out")
-        if not rows or not weights:
+        weights = self._weights("held_out")
+        if not count or not weights:
             return None
+        rows = max(size for size in range(1, rows + 1) if count % size == 0)
         try:
             loader = TokenLoader(weights, order, batch_size=rows, rank=0, world_size=1)
         except ArgumentError:  # a folder holds out less than one sequence
