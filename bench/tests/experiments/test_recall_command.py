@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from kalmix_bench import cli
 from kalmix_bench.experiments.recall import ModelShape, Part, RecallCell, RecallProtocol, presets
@@ -185,6 +186,10 @@ def _length(cell: RecallCell) -> int:
         ("mad --depth 1,0", "`depth` is '1,0'"),
         ("mad --validation -1", "`validation` is -1"),
         ("mad --task copying", "selective-copying"),
+        (
+            "mad --task memorization",
+            "`preset` is 'laptop', which has no task 'memorization'; expected 'paper', 'encoder' or 'mad-lab'",
+        ),
         ("mad --preset desktop", "'laptop', 'paper', 'short', 'encoder' or 'mad-lab'"),
         ("mad --seeds 0", "`seeds` is 0"),
         ("mqar --hidden-size 12", "expected 8 or 16"),
@@ -199,6 +204,14 @@ def test_an_invalid_option_gives_one_line(kalmix, tmp_path: Path, options: str, 
     assert says in result.errors
     assert "Traceback" not in result.output + result.errors
     assert not (tmp_path / "out").exists()
+
+
+def test_cells_for_a_gpu_are_written_without_one(kalmix, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    file = tmp_path / "cells.jsonl"
+    result = kalmix("bench", "mqar", "--device", "cuda", "--write", file)
+    assert result.status == 0, result.errors
+    assert len(file.read_text().splitlines()) == 4  # two widths at two learning rates
 
 
 def test_a_report_of_something_else_is_refused(kalmix, tmp_path: Path) -> None:

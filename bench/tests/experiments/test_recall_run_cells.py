@@ -134,6 +134,8 @@ def test_a_cell_that_fails_leaves_the_others_alone(kalmix, tmp_path: Path) -> No
         (line(parts=[{"train": 8, "test": 4, "settings": {"length": 3}}]), "line 2: `length`"),
         (line(parts=[]), "line 2: `parts` lacks"),
         (line(parts=[3]), "line 2: `parts` contains 3"),
+        (line(parts=[{"train": -8, "test": 4}]), "line 2: `train` is -8; expected at least 0"),
+        (line(seed=-1), "line 2: `seed` is -1; expected at least 0"),
         (line(seed=None), "line 2: `seed` is None"),
         (line(extra=1), "line 2: `cell` has the key 'extra'"),
         (line(mixer={"mixer": "kla", "slots": 4}), "line 2: `mixer` is"),

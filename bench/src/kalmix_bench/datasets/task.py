@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from kalmix.errors import ArgumentError, any_of
 from kalmix.validation import require
-from kalmix_bench.datasets.metrics import Metric
+from kalmix_bench.datasets.metrics import IGNORE_INDEX, Metric
 
 Integers = NDArray[np.int64]
 
@@ -111,7 +111,20 @@ class Task(Generic[S]):
         require(seed < 2**32, "seed", seed, "below 2^32")
         configured = self.configure(**settings)
         rows = self.sample(configured, seed, train, test)
+        for part, count in zip(rows, (train, test), strict=True):
+            self._check_rows(part, count, configured.vocab_size)
         return Data(*rows, configured.vocab_size, asdict(configured))
+
+    def _check_rows(self, rows: Rows, count: int, vocab_size: int) -> None:
+        """Check rows that `sample` drew: on a GPU, an id out of range would end all processes that share it."""
+        for name, ids in {"inputs": rows.inputs, "targets": rows.targets}.items():
+            scored = ids if name == "inputs" else ids[ids != IGNORE_INDEX]
+            if scored.size and not 0 <= scored.min() <= scored.max() < vocab_size:
+                problem = f"of {self.name} have ids from {scored.min()} to {scored.max()}"
+                raise ArgumentError(name, problem=problem, expected=f"ids from 0 to {vocab_size - 1} (its vocab_size)")
+            if ids.ndim != 2 or len(ids) != count or ids.shape != rows.inputs.shape:
+                problem = f"of {self.name} have the shape {list(ids.shape)}"
+                raise ArgumentError(name, problem=problem, expected=f"[{count}, T], the same for inputs and targets")
 
     def configure(self, **settings: Any) -> S:
         """Return the baseline settings with some values replaced.

@@ -12,7 +12,7 @@ import torch
 import typer
 from rich.console import Console
 
-from kalmix.errors import NonFiniteError
+from kalmix.errors import ArgumentError, NonFiniteError, any_of
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall import presets
 from kalmix_bench.experiments.recall.layers import state_size
@@ -138,6 +138,18 @@ def _checkpoints(cell: RecallCell, results: Results) -> Path:
     return results.path.parent / "checkpoints" / digest(cell)
 
 
+def _check_tasks(bench: str, preset: str, tasks: Sequence[str]) -> None:
+    """Check that the preset has the tasks that another preset of the benchmark has; the message names that one."""
+    known = {
+        other: {name for study in studies for name in (study.task, study.task.rpartition("/")[2])}
+        for other, studies in presets.BENCHES[bench].items()
+    }
+    for name in tasks:
+        others = [other for other in known if name in known[other]]
+        if others and name not in known[preset]:
+            raise ArgumentError("preset", problem=f"is {preset!r}, which has no task {name!r}", expected=any_of(others))
+
+
 def _command(bench: str) -> Callable[..., None]:
     """Return the command of a benchmark."""
 
@@ -146,7 +158,7 @@ def _command(bench: str) -> Callable[..., None]:
             str,
             typer.Option(
                 help="laptop: minutes on two cores. paper: full size, for a GPU. short: fewer rows or epochs. encoder: "
-                "MAD without the MLP behind the block."
+                "MAD without the MLP behind the block. mad-lab: MAD's own protocol."
             ),
         ] = "laptop",
         layer: Annotated[list[str] | None, typer.Option(help=LAYER)] = None,
@@ -171,16 +183,17 @@ def _command(bench: str) -> Callable[..., None]:
         changes = {"validation": validation, **({} if epochs is None else {"epochs": epochs})}
         studies = tuple(replace(s, protocol=replace(s.protocol, **changes)) for s in studies)
         depths = () if depth is None else options.counts("depth", depth)
+        _check_tasks(bench, preset, task or ())
         cells = presets.make_cells(
             studies, task or (), layer or (), options.count("seeds", seeds), hidden_size or (), depths
         )
-        torch_device, console = options.device(device), Console(highlight=False)
-        if write is not None:
+        console = Console(highlight=False)
+        if write is not None:  # on any machine: cells have no device
             cell_file.write(cells, write)
             console.print(f"  {write}", soft_wrap=True)
             return
         output = Path("runs") / bench if output is None else output
-        session.run(Recall(), cells, output, console, device=torch_device, jobs=jobs)
+        session.run(Recall(), cells, output, console, device=options.device(device), jobs=jobs)
 
     run.__doc__ = HELP[bench]
     return run

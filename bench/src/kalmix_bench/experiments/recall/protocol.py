@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kalmix.errors import ArgumentError
-from kalmix.validation import check_choice
+from kalmix.validation import check_choice, require
 from kalmix_bench import datasets
 from kalmix_bench.experiments.recall.layers import layer_name
 from kalmix_bench.experiments.recall.model_shape import ModelShape
@@ -115,6 +115,10 @@ class RecallCell:
     seed: int
 
     def __post_init__(self) -> None:
+        require(self.seed >= 0, "seed", self.seed, "at least 0")
+        for part in self.parts:
+            for name, rows in {"train": part.train, "test": part.test}.items():
+                require(rows >= 0, name, rows, "at least 0")
         self.settings()
         object.__setattr__(self, "layer", layer_name(self.layer))
         self.shape.layer_options(self.layer)
