@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
 from kalmix.files import disk_errors, sync, sync_tree
@@ -22,7 +22,11 @@ UNFINISHED_FOLDER = "unfinished"
 
 
 class SafeTrainer(Trainer):
-    """Hugging Face Trainer that saves complete checkpoints only.
+    """Hugging Face Trainer that saves complete checkpoints only, and uses one GPU a process.
+
+    Args:
+        args: settings.
+        options: other arguments of the Trainer.
 
     Attributes:
         inputs: digests of the data of the run, by name; stored in the manifest of each checkpoint.
@@ -34,6 +38,11 @@ class SafeTrainer(Trainer):
     settings: Recipe | None = None
     keep_steps: int | None = None
     _saving = False
+
+    def __init__(self, *, args: TrainingArguments, **options: Any) -> None:
+        # Without torchrun, the Trainer would divide each batch among all GPUs by `nn.DataParallel`.
+        args._n_gpu = min(args.n_gpu, 1)
+        super().__init__(args=args, **options)
 
     def train_from(self, checkpoint: Path | None) -> TrainOutput:
         """Train from a checkpoint, or from the beginning if it is `None`. Newer checkpoints, which are damaged, are

@@ -257,7 +257,7 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
     fsdp: dict[str, Any] = {}
     if recipe.fsdp:
         fsdp = {"fsdp": True, "fsdp_config": {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}}
-    arguments = TrainingArguments(
+    return TrainingArguments(
         output_dir=str(output / "checkpoints"),
         per_device_train_batch_size=data.batching.rows,
         per_device_eval_batch_size=recipe.batch_size if sequences is None else min(recipe.batch_size, sequences),
@@ -292,9 +292,6 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         **fsdp,
         log_level="error",
     )
-    # Without torchrun, the Trainer would divide each batch among all GPUs by `nn.DataParallel`.
-    arguments._n_gpu = min(arguments.n_gpu, 1)
-    return arguments
 
 
 def tensorboard_callbacks(output: Path, main: bool) -> list[TrainerCallback]:
