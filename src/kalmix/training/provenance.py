@@ -13,11 +13,12 @@ import torch
 import kalmix
 
 
-def provenance(device: torch.device) -> dict[str, Any]:
+def provenance(device: torch.device, commit: str | None = None) -> dict[str, Any]:
     """Return the provenance of a result, for JSON.
 
     Args:
         device: device that computed the result.
+        commit: commit of kalmix, for a machine without git. Default: that of the work tree.
 
     Returns:
         "versions" of kalmix, Python and libraries; name of the "device"; "commit" of kalmix, or `None` if unknown.
@@ -30,7 +31,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
             **{name: _version(name) for name in ("triton", "transformers", "flash-linear-attention")},
         },
         "device": _device_name(device),
-        "commit": _commit(),
+        "commit": commit or _commit(),
     }
 
 

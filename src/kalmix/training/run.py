@@ -303,7 +303,7 @@ def _warn_of_no_evaluation(recipe: Recipe, data: RunData, state: PartialState) -
     if state.is_main_process:
         warnings.warn(
             f"the run is not evaluated on held-out text: a sequence has {recipe.seq_len:,} tokens, and {problem}. "
-            "`eval_tokens=0` is for none",
+            "`eval_tokens=0` turns evaluation off",
             stacklevel=2,
         )
 

@@ -76,6 +76,7 @@ def generate(
         pad_token_id=begin,
         **options,
     )
+    # Not the new tokens alone: tokenizers such as Llama's decode the first word without its space.
     prompt_text, text = (
         str(tokenizer.decode(all_ids, skip_special_tokens=True)) for all_ids in (ids[0], output_ids[0])
     )

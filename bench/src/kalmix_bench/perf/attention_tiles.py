@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("results/attention-tiles.jsonl"), help="file to append to")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    origin = provenance(torch.device(device)) | ({"commit": given.commit} if given.commit else {})
+    origin = provenance(torch.device(device), given.commit)
     right: dict[Tiles, list[bool]] = {tiles: [] for tiles in TILES}
     for sizes, problem in problems(given, device):
         if time.monotonic() - begin >= given.deadline:

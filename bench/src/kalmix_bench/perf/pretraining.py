@@ -238,7 +238,7 @@ def main() -> None:
     row = measure(given.model, PRESETS[given.preset], given.shards, given.steps, given.compiled)
     if process_state().is_main_process:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        row |= provenance(device) | ({"commit": given.commit} if given.commit else {})
+        row |= provenance(device, given.commit)
         append_rows(given.output, [row])
         shown = ("model", "mode", "gpus", "tokens_per_s", "mfu", "first_step_s", "last_loss")
         print({name: row[name] for name in shown}, flush=True)

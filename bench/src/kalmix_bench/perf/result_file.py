@@ -36,7 +36,7 @@ def write_rows(rows: Sequence[dict[str, Any]], device: torch.device, name: str, 
         name: what was measured.
         arguments: options of the command; `output` is the folder, and `commit` the commit where git is absent.
     """
-    origin = provenance(device) | ({"commit": arguments.commit} if arguments.commit else {})
+    origin = provenance(device, arguments.commit)
     options = {option: value for option, value in vars(arguments).items() if option not in ("output", "commit")}
     arguments.output.mkdir(parents=True, exist_ok=True)
     file = dated_file(arguments.output, str(origin["device"]), name)

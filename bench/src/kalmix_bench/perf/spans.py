@@ -173,7 +173,7 @@ def main() -> None:
         if spans < 1 or given.length % spans:
             parser.error(f"--spans has {spans}, which does not divide {given.length} tokens")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    origin = provenance(torch.device(device)) | ({"commit": given.commit} if given.commit else {})
+    origin = provenance(torch.device(device), given.commit)
     origin |= {name: getattr(given, name) for name in ("batch", "length", "heads", "width", "dtype")}
     dtypes = [torch.float32] if given.reference == "float32" else [torch.float64, torch.float32]
     shape, rows = (given.batch, given.length, given.heads, given.width), []

@@ -118,8 +118,7 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
                 "seconds": round(time.monotonic() - began, 1),
                 "format": FORMAT,
                 "peak_memory": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-                **provenance(device),
-                **({} if experiment.commit is None else {"commit": experiment.commit}),
+                **provenance(device, experiment.commit),
             }
             results.add({**cell.to_dict(), **origin, **more} for cell, more in zip(remaining, outcomes, strict=True))
         for cell in batch:

@@ -216,7 +216,7 @@ def _largest(x: float, device: torch.device) -> float:
 
 
 def _write(row: dict[str, Any], options: Options, ranks: Ranks) -> None:
-    row = row | provenance(ranks.device) | ({"commit": options.commit} if options.commit else {})
+    row = row | provenance(ranks.device, options.commit)
     append_rows(options.output / RESULTS, [row])
     print(_describe(row), flush=True)
 
