@@ -160,6 +160,44 @@ def test_several_processes_share_the_cells(tmp_path: Path) -> None:
     assert all(begun.count(number) == 1 for number in done)
 
 
+def out_of_memory(cells, on_progress, *, folder: Path, always: bool):
+    """Run out of memory in cell 0 while cell 1 runs: each time, or once. Note the cells as they begin and end."""
+    number, failed = cells[0].number, folder / "failed"
+    with (folder / "notes").open("a") as notes:
+        notes.write(f"+{number} ")
+    if number == 0:
+        while not (folder / "neighbour").exists():
+            time.sleep(0.01)
+        if always or not failed.exists():
+            failed.touch()
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+    if number == 1:
+        (folder / "neighbour").touch()
+        while not failed.exists():
+            time.sleep(0.01)
+        time.sleep(0.5)  # cell 0 ends first
+    with (folder / "notes").open("a") as notes:
+        notes.write(f"-{number} ")
+    return [{"square": cell.number**2} for cell in cells]
+
+
+def test_a_cell_that_runs_out_of_memory_next_to_others_runs_again_with_fewer(tmp_path: Path) -> None:
+    results, config = Results(tmp_path / "results.jsonl"), workers.WorkerConfig([None, None], failures={})
+    work = partial(out_of_memory, folder=tmp_path, always=False)
+    rows = run([Square(n) for n in range(4)], results, work, CPU, worker_config=config)
+    assert len(rows) == 4 and not config.failures
+    assert (tmp_path / "notes").read_text().split("-1 ")[1] == "+0 -0 +2 -2 +3 -3 "  # one at a time
+
+
+@pytest.mark.slow
+def test_a_cell_that_runs_out_of_memory_alone_fails(tmp_path: Path) -> None:
+    results, config = Results(tmp_path / "results.jsonl"), workers.WorkerConfig([None, None], failures={})
+    work = partial(out_of_memory, folder=tmp_path, always=True)
+    rows = run([Square(0), Square(1)], results, work, CPU, worker_config=config)
+    assert list(rows) == [Square(1)]
+    assert config.failures is not None and "tried to allocate 9 GiB" in config.failures[Square(0)]
+
+
 SWEEP = """
 import signal, sys
 from functools import partial

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import time
 from collections import deque
@@ -124,6 +125,9 @@ def _run_batch(task: Task, batch: Batch, begin: Callable[[], ProgressFn]) -> str
         for cell in batch:
             experiment.clear(cell, results)
         on_progress(1.0, status)
+    if device.type == "cuda":  # other processes may share the GPU
+        gc.collect()
+        torch.cuda.empty_cache()
     return "finished"
 
 

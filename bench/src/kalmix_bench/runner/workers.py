@@ -57,6 +57,9 @@ def run_in_workers(
 ) -> None:
     """Run batches in worker processes until all are finished or failed, or the time limit is reached.
 
+    If a batch runs out of GPU memory next to others, its process ends and the batch is the next to run, from its last
+    checkpoint. So fewer batches share the GPU from then on. A batch that runs out of memory alone fails.
+
     Args:
         batches: batches to run, in this order.
         run_batch: picklable function that runs a batch.
@@ -177,13 +180,25 @@ class _WorkerPool:
         elif message == "invalid":
             self._fail(batch, CellError(f"{batch[0]}: {payload[0]}"), payload[0])
             self._release(link)
-        elif message == "failed":
+        elif message == "memory" and self._shares_gpu(link):
+            running = self.running.pop(link)
+            if running.on_progress is not None:
+                running.on_progress(0.0, "out of memory, waits until another cell ends")
+            self.queue.appendleft(batch)
+            self.workers.pop(link).process.join(SHUTDOWN_SECONDS)  # its memory is free after that
+            link.close()
+        elif message in ("failed", "memory"):
             self._replace(link, RuntimeError(f"{batch[0]}:\n{payload[0]}"), payload[0])
         elif message in ("finished", "stopped", "taken"):
             self._release(link)
             if message == "taken":
                 self.queue.append(batch)
                 self.retry_time = time.monotonic() + (POLL_SECONDS if len(self.queue) <= len(self.idle) else 0.0)
+
+    def _shares_gpu(self, link: Connection) -> bool:
+        """Return whether other batches run on the GPU of this worker."""
+        gpu = self.workers[link].gpu
+        return any(self.workers[other].gpu == gpu for other in self.running if other is not link)
 
     def _release(self, link: Connection) -> None:
         del self.running[link]
@@ -255,6 +270,9 @@ def _serve(link: Connection, run_batch: RunBatchFn, threads: int) -> None:
                 link.send(("failed", traceback.format_exc()))
                 return
             link.send(("invalid", str(error)))
+        except torch.OutOfMemoryError:
+            link.send(("memory", traceback.format_exc()))
+            return
         except Exception:
             link.send(("failed", traceback.format_exc()))
             return
