@@ -199,8 +199,10 @@ def test_layers_that_have_not_learned_a_task_do_not_match(tmp_path: Path) -> Non
     shared = [cell for cell in CELLS if cell.task == "mqar/shared"]
     for score, agrees in ((0.49, None), (0.5, True)):
         found = results(tmp_path / str(score), campaign_rows(shared, lambda *_, score=score: score))
-        _, compared, _ = line(found, BAYES, "Figure 4a")
+        _, compared, text = line(found, BAYES, "Figure 4a")
         assert [one.agrees for one in compared.comparisons] == [agrees] * 2
+        assert ("2 rankings are undecided, because neither layer has learned the task:" in text) == (agrees is None)
+        assert "no result here" not in text
 
 
 def test_older_rows_count_where_the_campaign_has_none(tmp_path: Path) -> None:

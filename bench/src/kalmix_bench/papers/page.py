@@ -70,7 +70,8 @@ def _counts(papers: Sequence[Paper], outcomes: Sequence[Sequence[Outcome]]) -> s
 def _line(entry: Entry, found: Outcome, results: CommittedResults) -> str:
     status = f"**{found.status}**" + (f", {found.qualifier}" if found.qualifier else "")
     page = f"[{Path(entry.page).stem}]({entry.page})" if entry.page else ""
-    used = {file for one in found.comparisons if one.agrees is not None for file in one.files} | {entry.picture_rows}
+    ran = [one for one in found.comparisons if one.agrees is not None or one.is_unlearned]
+    used = {file for one in ran for file in one.files} | {entry.picture_rows}
     files = [file for file in results.existing(entry.files) if file in used]
     details = ", ".join([*([page] if page else []), *(f"`{RESULTS}/{file}`" for file in files)])
     return f"| {entry.label} | {entry.subject} | {status} | {describe(entry, found)} | {details} |"
@@ -80,7 +81,8 @@ def describe(entry: Entry, found: Outcome) -> str:
     """Return sentences about the comparisons of an entry, and why results differ or are missing."""
     numbers = [one for one in found.comparisons if one.agrees is not None and not one.is_order]
     orders = [one for one in found.comparisons if one.agrees is not None and one.is_order]
-    missing = [one for one in found.comparisons if one.agrees is None]
+    missing = [one for one in found.comparisons if one.agrees is None and not one.is_unlearned]
+    unlearned = [one for one in found.comparisons if one.is_unlearned]
     limits = " and limits" if any("claimed" in one.text for one in numbers) else ""
     sentences = [entry.no_experiment, *_sentences(numbers, f"printed numbers{limits} agree")]
     sentences += _sentences(sorted(orders, key=lambda one: one.distance), "rankings hold")
@@ -88,6 +90,10 @@ def describe(entry: Entry, found: Outcome) -> str:
     if held_out:
         sentences.append(f"If validation rows choose the epoch, {sum(held_out)} of {len(held_out)} agree.")
     sentences.append(_seeds(entry, found.comparisons))
+    if unlearned:
+        count, names = len(unlearned), ", ".join(dict.fromkeys(one.what for one in unlearned))
+        undecided = "1 ranking is" if count == 1 else f"{count} rankings are"
+        sentences.append(f"{undecided} undecided, because neither layer has learned the task: {names}.")
     if numbers or orders:
         sentences.append(_count_missing(missing))
     sentences += [entry.explanation if found.status == DIFFERS else "", entry.remark]

@@ -35,13 +35,14 @@ class Comparison(NamedTuple):
     Attributes:
         what: name of the compared numbers.
         text: both sides as text.
-        agrees: whether they agree; `None` if there is no result.
+        agrees: whether they agree; `None` if there is no result, or if the results decide nothing.
         is_order: whether it is an order.
         distance: difference between both sides in percent of the second; 0 for limits.
         seeds: number of seeds of our result; 0 if it has none.
         layer, task: layer and task of a printed score, in words.
         on_validation: whether our result also agrees if validation rows choose the epoch; `None` without such rows.
         files: files that hold our results.
+        is_unlearned: whether neither layer has learned the task, so that the results decide nothing.
     """
 
     what: str
@@ -54,6 +55,7 @@ class Comparison(NamedTuple):
     task: str = ""
     on_validation: bool | None = None
     files: tuple[str, ...] = ()
+    is_unlearned: bool = False
 
 
 class Outcome(NamedTuple):
@@ -222,7 +224,8 @@ def _compare_order(order: Order, better: Measured | None, worse: Measured | None
         ]
         return Comparison(order.what, ", ".join(texts), not math.isnan(better.value), True, math.inf)
     if order.matches and max(better.value, worse.value) < LEARNED:
-        return Comparison(order.what, f"neither {names[0]} nor {names[1]} has learned the task", None, True)
+        text = f"neither {names[0]} nor {names[1]} has learned the task"
+        return Comparison(order.what, text, None, True, is_unlearned=True)
     agrees = better.value < worse.value if order.lower_is_better else better.value > worse.value
     sign = "=" if better.value == worse.value else "<" if better.value < worse.value else ">"
     if order.matches and abs(better.value - worse.value) <= _margin(order, better, worse):
