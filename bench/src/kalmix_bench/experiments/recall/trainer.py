@@ -28,7 +28,7 @@ from kalmix_bench.experiments.recall.protocol import RecallCell, RecallProtocol
 from kalmix_bench.runner.experiment import CellStopped, ProgressFn
 
 TOKENS = 1 << 18  # tokens of test or validation rows per evaluation batch, at most
-LOGITS = 1 << 29  # their logits, at most: 2 GiB in float32, since several processes share a GPU
+LOGITS = 1 << 27  # their logits, at most: 512 MiB in float32, since several processes share a GPU
 
 
 def learning_rate_factor(protocol: RecallProtocol, step: int, steps_per_epoch: int) -> float:
