@@ -138,13 +138,19 @@ def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shar
 
 
 @pytest.mark.parametrize("packing", ["stream", "best-fit"])
-def test_runs_are_evaluated_on_the_same_text_with_any_number_of_processes(packing: str, small) -> None:
-    source = ShardSource(small(eval_tokens=5 * 32, batch_size=4, batch_tokens=12 * 32, packing=packing))
+@pytest.mark.parametrize(("given", "used", "rows"), [(3, 3, 3), (5, 4, 4), (4, 4, 4)])
+def test_runs_are_evaluated_on_the_same_text_with_any_number_of_processes(
+    packing: str, given: int, used: int, rows: int, small
+) -> None:
+    """A prime number of sequences is cut to full batches, since its batches would have one row."""
+    source = ShardSource(small(eval_tokens=given * 32, batch_size=4, batch_tokens=12 * 32, packing=packing))
     found = []
     for processes in (1, 2, 3, 4):
         batches = source.load(None, processes, 0).evaluation
-        found.append(torch.cat([batch["input_ids"].flatten() for batch in batches or ()]))
-    assert len(found[0]) == 5 * 32 and all(torch.equal(x, found[0]) for x in found)
+        found.append([batch["input_ids"] for batch in batches or ()])
+    assert found[0][0].numel() == rows * 32
+    flat = [torch.cat([batch.flatten() for batch in batches]) for batches in found]
+    assert len(flat[0]) == used * 32 and all(torch.equal(x, flat[0]) for x in flat)
 
 
 def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

@@ -168,6 +168,7 @@ def test_file_and_settings_are_read(tmp_path: Path) -> None:
     )
     assert read_recipe(path, ["steps=none"]).tokens == 10**9
     assert read_recipe(path, ["report_to=wandb"]).report_to == ("wandb",)
+    assert read_recipe(path, ["report_to=none"]).report_to == ()
     assert read_recipe(path, ['report_to=["wandb", "mlflow"]']).report_to == ("wandb", "mlflow")
     assert read_recipe(path, ['shards={"a.b" = 1.0, c = 2.0}']).shards == {"a.b": 1.0, "c": 2.0}
 

@@ -41,8 +41,9 @@ def read_recipe(name: str, settings: Sequence[str] = ()) -> Recipe:
     Args:
         name: path of a file, or name of a recipe that comes with kalmix (`recipe_names`).
         settings: settings that replace those of the file, as "key=value". The value is TOML; a word without quotes is a
-            string, and none is `None`. A single name stands for a tuple of names. "key.name=value" sets one entry of a
-            mapping. Setting `steps` unsets `tokens`, setting `shards` unsets `text`, and the reverse.
+            string, and none is `None`. A single name stands for a tuple of names, and none for an empty one.
+            "key.name=value" sets one entry of a mapping. Setting `steps` unsets `tokens`, setting `shards` unsets
+            `text`, and the reverse.
 
     Raises:
         ArgumentError: the file is missing or no TOML, or a key or a value is not one of a recipe.
@@ -158,8 +159,8 @@ def _to_recipe(given: dict[str, Any]) -> Recipe:
     for key, value in given.items():
         if isinstance(value, float) and value.is_integer() and "int" in hints[key] and "float" not in hints[key]:
             given[key] = int(value)  # such as 1e9 tokens
-        elif isinstance(value, str) and hints[key].startswith("tuple[str"):
-            given[key] = (value,)  # a single name
+        elif isinstance(value, str | None) and hints[key].startswith("tuple[str"):
+            given[key] = () if value is None else (value,)  # a single name
     layers = given.get("layers")
     if isinstance(layers, str):
         given["layers"] = parse_layers(layers)

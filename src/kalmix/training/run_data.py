@@ -205,13 +205,15 @@ class ShardSource:
     def _eval_batches(self, rows: int) -> Dataset[Any] | None:
         """Return the first held-out batches of the folders that have any; `None` if there are too few tokens.
 
-        They have the same sequences for any number of rows, which depends on the number of processes.
+        They have the same sequences for any number of rows, which depends on the number of processes. More than
+        `recipe.batch_size` sequences are cut to a multiple of it: batches of one size that few numbers divide are slow.
         """
         order = Order(self.recipe.seq_len, self.recipe.packing, seed=None, split="held_out")
         count = self.recipe.eval_tokens // self.recipe.seq_len
         weights = self._weights("held_out")
         if not count or not weights:
             return None
+        count = count // self.recipe.batch_size * self.recipe.batch_size or count
         rows = max(size for size in range(1, rows + 1) if count % size == 0)
         try:
             loader = TokenLoader(weights, order, batch_size=rows, rank=0, world_size=1)
