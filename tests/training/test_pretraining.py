@@ -20,7 +20,7 @@ from kalmix.training.initial_model import build
 from kalmix.training.recipe import CHANGEABLE
 from kalmix.training.run import train
 from kalmix.training.run_data import ShardSource
-from kalmix.training.shards import Preparation, prepare
+from kalmix.training.shards import Order, Preparation, TokenLoader, prepare
 
 from .conftest import WORDS
 from .test_run import Kill
@@ -151,6 +151,29 @@ def test_runs_are_evaluated_on_the_same_text_with_any_number_of_processes(
     assert found[0][0].numel() == rows * 32
     flat = [torch.cat([batch.flatten() for batch in batches]) for batches in found]
     assert len(flat[0]) == used * 32 and all(torch.equal(x, flat[0]) for x in flat)
+
+
+@pytest.mark.parametrize("packing", ["stream", "best-fit"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_runs_are_evaluated_once_on_each_held_out_row(
+    packing: str, mixed: bool, small, shards: Path, tmp_path: Path
+) -> None:
+    """Without a limit, batches would repeat a small split up to `eval_tokens`."""
+    folders = {str(shards): 1.0}
+    if mixed:
+        (tmp_path / "texts").mkdir()
+        for n in range(20):
+            (tmp_path / "texts" / f"{n}.txt").write_text(f"{n}. a filter is a recurrence. " * 9)
+        more = Preparation(str(tmp_path / "texts"), tokenizer=str(shards / "tokenizer"), held_out=0.5)
+        prepare(more, tmp_path / "more")
+        folders[str(tmp_path / "more")] = 1.0
+    recipe = small(shards=folders, eval_tokens=1 << 14, batch_size=1, batch_tokens=32, packing=packing)
+    expected = 0
+    for folder in folders:
+        order = Order(32, packing, seed=None, split="held_out", epochs=1)
+        expected += sum(1 for _ in TokenLoader(folder, order, batch_size=1))
+    evaluation = ShardSource(recipe).load(None, 1, 0).evaluation
+    assert evaluation is not None and len(evaluation) == expected
 
 
 def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

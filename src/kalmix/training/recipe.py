@@ -116,8 +116,8 @@ class Recipe:
             run has ended, and do not count for `keep_checkpoints`. Other runs can branch from them (`train`). `None`
             for none.
         eval_tokens: held-out tokens of each of the ten evaluations in a run, rounded down to full batches of
-            `batch_size` sequences if there is one. There are none if it is below `seq_len`, or if no documents are
-            held out. Folders in `shards` that hold out none are left out.
+            `batch_size` sequences if there is one; at most those that are held out. There are none if it is below
+            `seq_len`, or if no documents are held out. Folders in `shards` that hold out none are left out.
         report_to: tuple of integrations of the Trainer that get the log too, such as "wandb". TensorBoard always does.
         description: source of the settings, for people.
         seed: seed of initial weights, order of training sequences and samples of the loss, from 0 to 2^32 - 1.

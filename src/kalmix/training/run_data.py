@@ -205,20 +205,22 @@ class ShardSource:
     def _eval_batches(self, rows: int) -> Dataset[Any] | None:
         """Return the first held-out batches of the folders that have any; `None` if there are too few tokens.
 
-        They have the same sequences for any number of rows, which depends on the number of processes. More than
-        `recipe.batch_size` sequences are cut to a multiple of it: batches of one size that few numbers divide are slow.
+        They have no more rows than the folders hold out, and the same for any number of rows per batch, which depends
+        on the number of processes. More than `recipe.batch_size` sequences are cut to a multiple of it: batches of one
+        size that few numbers divide are slow.
         """
         order = Order(self.recipe.seq_len, self.recipe.packing, seed=None, split="held_out")
         count = self.recipe.eval_tokens // self.recipe.seq_len
         weights = self._weights("held_out")
         if not count or not weights:
             return None
-        count = count // self.recipe.batch_size * self.recipe.batch_size or count
-        rows = max(size for size in range(1, rows + 1) if count % size == 0)
         try:
-            loader = TokenLoader(weights, order, batch_size=rows, rank=0, world_size=1)
+            count = TokenLoader(weights, order, batch_size=1, rank=0, world_size=1).dataset.count_rows(count)
         except ArgumentError:  # a folder holds out less than one sequence
             return None
+        count = count // self.recipe.batch_size * self.recipe.batch_size or count
+        rows = max(size for size in range(1, rows + 1) if count % size == 0)
+        loader = TokenLoader(weights, order, batch_size=rows, rank=0, world_size=1)
         return Batches(list(islice(loader, count // rows)))
 
 
