@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -174,6 +175,22 @@ def test_runs_are_evaluated_once_on_each_held_out_row(
         expected += sum(1 for _ in TokenLoader(folder, order, batch_size=1))
     evaluation = ShardSource(recipe).load(None, 1, 0).evaluation
     assert evaluation is not None and len(evaluation) == expected
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_are_copied_to_the_gpu_without_waiting_for_it() -> None:
+    copying = object.__new__(trainer.KalmixTrainer)
+    copying.args = SimpleNamespace(device=torch.device("cuda"))
+    copying.is_deepspeed_enabled = False
+    batch = {"input_ids": torch.arange(1 << 20), "rows": [torch.ones(3)], "skip_logits": True}
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copied = copying._prepare_input(batch)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert copied["input_ids"].is_cuda and torch.equal(copied["input_ids"].cpu(), batch["input_ids"])
+    assert copied["rows"][0].is_cuda and copied["skip_logits"] is True
 
 
 def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

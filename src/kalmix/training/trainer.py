@@ -142,6 +142,12 @@ class KalmixTrainer(SafeTrainer):
                 self.args.dataloader_drop_last = drop_last
         return DataLoader(self.data.evaluation, batch_size=None)  # pyright: ignore[reportArgumentType]
 
+    def _prepare_input(self, data: Any) -> Any:
+        """Move tensors to the GPU from pinned memory: a copy from other memory waits for the GPU to finish its work."""
+        if isinstance(data, torch.Tensor) and data.device.type == "cpu" and self.args.device.type == "cuda":
+            data = data.pin_memory().to(self.args.device, non_blocking=True)
+        return super()._prepare_input(data)
+
     def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
         """Compute the loss, without logits; raise `ArgumentError` if a signal is not finite."""
         if self.recipe.fsdp and not self._checked_float32:  # compiled models do not check it themselves
