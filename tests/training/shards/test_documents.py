@@ -96,7 +96,7 @@ DAMAGE = {
     "no JSON": ("a.jsonl", GOOD + b"{oops\n" + GOOD, "whose line 2 is not JSON", 2),
     "nested": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n" + GOOD, "whose line 2 is not JSON (nested too deep)", 2),
     "not an object": ("a.jsonl", GOOD + b"[1]\n", "whose line 2 holds a list in place of an object", 1),
-    "no text": ("a.jsonl", b'{"text": 3}\n' + GOOD, "whose line 1 holds a int in place of a text", 1),
+    "no text": ("a.jsonl", b'{"text": 3}\n' + GOOD, "whose line 1 has the type int in place of a text", 1),
     "no UTF-8": ("a.jsonl", GOOD + b'{"text": "caf\xe9"}\n' + GOOD, "whose line 2 is not UTF-8 (byte 13)", 2),
     "half a pair": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "whose line 2 holds half of a surrogate pair", 1),
     "long line": ("a.jsonl", GOOD + b" " * 90_000 + b"\n" + GOOD, "whose line 2 has more than", 2),
@@ -135,7 +135,7 @@ def test_damaged_parquet_is_named(tmp_path: Path) -> None:
         damage = [x.damage for x in read_slice(FileSlice(str(path), "parquet", 0, 3), "text") if x.damage is not None]
         assert damage and ("Parquet" in damage[0] or "cannot be read" in damage[0])
     pyarrow.parquet.write_table(pyarrow.table({"text": [b"bytes"]}), path)
-    assert read(path)[1] == ["whose row 1 of row group 0 holds a bytes in place of a text"]
+    assert read(path)[1] == ["whose row 1 of row group 0 has the type bytes in place of a text"]
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: None])

@@ -158,7 +158,7 @@ def from_value(value: Any, position: int, place: str) -> Document:
         clause = f"{place} holds an object with {names(value)} in place of a text"
         return _damage(clause, position, COLUMN_HINT)
     if not isinstance(value, str):
-        return _damage(f"{place} holds a {type(value).__name__} in place of a text", position)
+        return _damage(f"{place} has the type {type(value).__name__} in place of a text", position)
     try:
         return Document(value, value.encode(), position)
     except UnicodeEncodeError:
