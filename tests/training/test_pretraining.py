@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -177,20 +176,28 @@ def test_runs_are_evaluated_once_on_each_held_out_row(
     assert evaluation is not None and len(evaluation) == expected
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_are_copied_to_the_gpu_without_waiting_for_it() -> None:
-    copying = object.__new__(trainer.KalmixTrainer)
-    copying.args = SimpleNamespace(device=torch.device("cuda"))
-    copying.is_deepspeed_enabled = False
-    batch = {"input_ids": torch.arange(1 << 20), "rows": [torch.ones(3)], "skip_logits": True}
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
+def test_batches_are_copied_without_waiting_for_the_gpu(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainers = []
+    step = trainer.KalmixTrainer.training_step
+    monkeypatch.setattr(
+        trainer.KalmixTrainer, "training_step", lambda self, *args: trainers.append(self) or step(self, *args)
+    )
+    train(small(steps=1, eval_tokens=0), tmp_path / "run")
+    copying, targets = trainers[0], torch.tensor([[3, -100, 5]])
+    batch = {"labels": targets, "shift_labels": targets, "rows": [torch.ones(1 << 20)], "skip_logits": True}
+    on_gpu = copying.args.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
     try:
+        _, count = copying.get_batch_samples(iter([batch]), 1, copying.args.device)
         copied = copying._prepare_input(batch)
     finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert copied["input_ids"].is_cuda and torch.equal(copied["input_ids"].cpu(), batch["input_ids"])
-    assert copied["rows"][0].is_cuda and copied["skip_logits"] is True
+        if on_gpu:
+            torch.cuda.set_sync_debug_mode("default")
+    assert copied["labels"].device == count.device == copied["rows"][0].device == copying.model.device
+    assert count == 2 and torch.equal(copied["labels"].cpu(), targets)
+    assert copied["rows"][0].sum() == 1 << 20 and copied["skip_logits"] is True
 
 
 def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:

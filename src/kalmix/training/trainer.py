@@ -142,6 +142,13 @@ class KalmixTrainer(SafeTrainer):
                 self.args.dataloader_drop_last = drop_last
         return DataLoader(self.data.evaluation, batch_size=None)  # pyright: ignore[reportArgumentType]
 
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
+        """Return the batches of a step, and their number of targets on the device."""
+        if self.args.world_size > 1:  # the count is that of all processes
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
+        batches, count = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
+        return batches, self._prepare_input(count)
+
     def _prepare_input(self, data: Any) -> Any:
         """Move tensors to the GPU from pinned memory: a copy from other memory waits for the GPU to finish its work."""
         if isinstance(data, torch.Tensor) and data.device.type == "cpu" and self.args.device.type == "cuda":
@@ -291,6 +298,7 @@ def training_arguments(recipe: Recipe, output: Path, data: RunData) -> TrainingA
         ddp_find_unused_parameters=False,
         dataloader_drop_last=True,
         dataloader_pin_memory=torch.cuda.is_available(),
+        accelerator_config={"non_blocking": torch.cuda.is_available()},  # without waiting for the GPU
         remove_unused_columns=False,
         ignore_data_skip=data.loader is not None,  # it goes to its position by itself
         report_to=[name for name in recipe.report_to if name != "tensorboard"] or "none",
