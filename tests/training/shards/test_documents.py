@@ -95,7 +95,7 @@ DAMAGE = {
     # file, content, part of the clause, documents that are read nevertheless
     "no JSON": ("a.jsonl", GOOD + b"{oops\n" + GOOD, "whose line 2 is not JSON", 2),
     "nested": ("a.jsonl", GOOD + b"[" * 100_000 + b"\n" + GOOD, "whose line 2 is not JSON (nested too deep)", 2),
-    "not an object": ("a.jsonl", GOOD + b"[1]\n", "whose line 2 holds a list in place of an object", 1),
+    "not an object": ("a.jsonl", GOOD + b"[1]\n", "whose line 2 has the type list in place of an object", 1),
     "no text": ("a.jsonl", b'{"text": 3}\n' + GOOD, "whose line 1 has the type int in place of a text", 1),
     "no UTF-8": ("a.jsonl", GOOD + b'{"text": "caf\xe9"}\n' + GOOD, "whose line 2 is not UTF-8 (byte 13)", 2),
     "half a pair": ("a.jsonl", GOOD + b'{"text": "\\ud800"}\n', "whose line 2 holds half of a surrogate pair", 1),

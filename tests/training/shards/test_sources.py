@@ -125,7 +125,7 @@ JSON = {
     "empty array": (b"[ ]", 0, None),
     "object": (b'{\n "text": "good"\n}\n', 1, None),
     "array without the column": (b'[{"body": "a"}]', 0, "whose object 1 lacks the column 'text'; it has 'body'"),
-    "array of several kinds": (b'[{"text": "good"}, 5]', 1, "whose object 2 holds a int in place of an object"),
+    "array of several kinds": (b'[{"text": "good"}, 5]', 1, "whose object 2 has the type int in place of an object"),
     "array that is cut": (b'[{"text": "good"}, {"text": "go', 1, "where value 2 is not JSON (Unterminated string"),
     "array without an end": (b'[{"text": "good"}', 1, "where value 2 is not JSON (no ',' or ']' before it)"),
     "array and more": (b'[{"text": "good"}] 5', 1, "where value 2 is not JSON (it follows the end)"),

@@ -293,7 +293,7 @@ def _parse(line: bytes, position: int, place: str, column: str) -> Document:
 def _from_row(row: Any, position: int, place: str, column: str) -> Document:
     """Return the document in a column of a JSON object."""
     if not isinstance(row, dict):
-        return _damage(f"{place} holds a {type(row).__name__} in place of an object", position)
+        return _damage(f"{place} has the type {type(row).__name__} in place of an object", position)
     value = read_column(row, column)
     if value is MISSING:
         return _damage(f"{place} lacks the column {column!r}; it has {names(row)}", position, COLUMN_HINT)
