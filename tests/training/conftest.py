@@ -1,4 +1,4 @@
-"""A text and recipes that train in a second."""
+"""A text, token shards, and recipes that train in a second."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kalmix.training import Recipe
+from kalmix.training.shards import Preparation, prepare
 
 WORDS = ["the", "filter", "of", "a", "belief", "that", "decays", "is", "evidence", "for", "what", "comes", "next", "in"]
 
@@ -32,5 +33,26 @@ def recipe(text_file: Path):
             "eval_tokens": 64,
         }
         return Recipe(**{"text": str(text_file), **small, "steps": 8, **changes})
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("shards")
+    (folder / "corpus").mkdir()
+    for n in range(120):
+        text = " ".join(WORDS[(n * k + k) % len(WORDS)] for k in range(5 + n % 30))
+        (folder / "corpus" / f"{n}.txt").write_text(f"{n} {text}")
+    prepare(Preparation(str(folder / "corpus"), vocab_size=280, held_out=0.1), folder / "shards")
+    return folder / "shards"
+
+
+@pytest.fixture
+def small(shards: Path):
+    def make(**changes) -> Recipe:
+        layers = ({"mixer": "kla", "slots": 4},)
+        sizes = {"vocab_size": 288, "hidden_size": 8, "seq_len": 32, "batch_size": 2, "eval_tokens": 128}
+        return Recipe(**{"shards": str(shards), "layers": layers, **sizes, "steps": 6, **changes})
 
     return make

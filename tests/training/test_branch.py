@@ -24,7 +24,6 @@ from kalmix.training import Recipe
 from kalmix.training.checkpoints import list_checkpoints, read_settings, run_of
 from kalmix.training.run import Run, read_history, train
 
-from .test_pretraining import shards, small  # noqa: F401 - fixtures
 from .test_run import Kill
 
 STABLE = {"steps": 10, "warmup": 0.2, "cooldown": 0.0, "schedule": "wsd", "keep_steps": 2, "keep_checkpoints": 1}
@@ -61,12 +60,12 @@ def assert_equal_from(branch: Run, whole: Run, step: int) -> None:
 
 
 @pytest.fixture(params=["shards", "text"])
-def make(request: pytest.FixtureRequest, small: Callable, recipe: Callable) -> Callable[..., Recipe]:  # noqa: F811
+def make(request: pytest.FixtureRequest, small: Callable, recipe: Callable) -> Callable[..., Recipe]:
     return small if request.param == "shards" else recipe
 
 
 @pytest.fixture
-def stable(small: Callable, tmp_path: Path) -> tuple[Recipe, Path]:  # noqa: F811
+def stable(small: Callable, tmp_path: Path) -> tuple[Recipe, Path]:
     """Return a finished run without a cooldown, and its folder."""
     train(small(**STABLE), tmp_path / "stable")
     return small(**STABLE), tmp_path / "stable"
@@ -157,7 +156,7 @@ def test_run_killed_after_its_last_checkpoint_trains_no_further_step(
 
 
 @pytest.mark.slow
-def test_checkpoints_to_keep_do_not_count_for_the_newest(small: Callable, tmp_path: Path) -> None:  # noqa: F811
+def test_checkpoints_to_keep_do_not_count_for_the_newest(small: Callable, tmp_path: Path) -> None:
     recipe = small(steps=30, keep_steps=10, save_steps=3, keep_checkpoints=2)
     train(recipe, tmp_path / "run", callbacks=[Kill(29)])
     assert names(tmp_path / "run") == [f"checkpoint-{n}" for n in (29, 27, 20, 10)]
@@ -255,8 +254,8 @@ def test_branches_that_are_impossible_are_refused(
     start: str,
     changes: dict[str, Any],
     message: str,
-    small: Callable,  # noqa: F811
-    shards: Path,  # noqa: F811
+    small: Callable,
+    shards: Path,
     tmp_path_factory: pytest.TempPathFactory,
     tmp_path: Path,
 ) -> None:
@@ -311,7 +310,7 @@ def test_damaged_checkpoints_and_folders_of_runs_are_refused(stable: tuple[Recip
 
 
 @pytest.mark.slow
-def test_branch_is_long_enough_for_the_warmup(small: Callable, tmp_path: Path) -> None:  # noqa: F811
+def test_branch_is_long_enough_for_the_warmup(small: Callable, tmp_path: Path) -> None:
     recipe = small(**STABLE | {"warmup": 0.5})
     train(recipe, tmp_path / "run")
     message = r"`cooldown` is 0.4, so that it begins at step 4 of 7; expected one after the warmup of 5 steps"
@@ -333,7 +332,7 @@ def test_run_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.slow
-def test_command_branches(kalmix, small: Callable, tmp_path: Path) -> None:  # noqa: F811
+def test_command_branches(kalmix, small: Callable, tmp_path: Path) -> None:
     train(small(**STABLE), tmp_path / "stable")
     line = ("pretrain", "--branch-from", tmp_path / "stable" / "checkpoint-8", "--output", tmp_path / "branch")
     settings = [x for change in ("tokens=640", "cooldown=0.2", "keep_steps=none") for x in ("--set", change)]
@@ -356,7 +355,7 @@ def test_command_branches(kalmix, small: Callable, tmp_path: Path) -> None:  # n
 
 @pytest.mark.slow
 def test_branch_in_two_processes_equals_a_run_that_was_planned_so(
-    small: Callable,  # noqa: F811
+    small: Callable,
     tmp_path: Path,
 ) -> None:
     """The main process alone writes what the others begin with."""

@@ -20,11 +20,10 @@ from kalmix.training.shards import Order, Preparation, TokenLoader, prepare
 
 from .conftest import WORDS
 from .test_branch import STABLE, KilledError, assert_equal_from, curve, names, stable  # noqa: F401 - a fixture
-from .test_pretraining import shards, small  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="session")
-def other(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def other(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return shards of other documents with the tokenizer of `shards`."""
     folder = tmp_path_factory.mktemp("other")
     (folder / "corpus").mkdir()
@@ -63,9 +62,9 @@ def first_batches(given: Any, count: int) -> list[torch.Tensor]:
 def test_branch_reads_other_data_from_their_start(
     kind: str,
     stable: tuple[Recipe, Path],  # noqa: F811
-    shards: Path,  # noqa: F811
+    shards: Path,
     other: Path,
-    small: Callable,  # noqa: F811
+    small: Callable,
     tmp_path: Path,
 ) -> None:
     recipe, folder = stable
@@ -96,7 +95,7 @@ def test_branch_reads_other_data_from_their_start(
 @pytest.mark.slow
 def test_branch_goes_on_with_equal_data_under_another_name(
     stable: tuple[Recipe, Path],  # noqa: F811
-    shards: Path,  # noqa: F811
+    shards: Path,
     tmp_path: Path,
 ) -> None:
     recipe, folder = stable
@@ -111,8 +110,8 @@ def test_branch_goes_on_with_equal_data_under_another_name(
 
 @pytest.mark.slow
 def test_branch_goes_on_with_equal_weights_that_are_rounded_otherwise(
-    small: Callable,  # noqa: F811
-    shards: Path,  # noqa: F811
+    small: Callable,
+    shards: Path,
     other: Path,
     tmp_path: Path,
 ) -> None:
@@ -131,7 +130,7 @@ def test_branch_goes_on_with_equal_weights_that_are_rounded_otherwise(
 def test_branches_to_unfit_data_are_refused(
     stable: tuple[Recipe, Path],  # noqa: F811
     recipe: Callable,
-    shards: Path,  # noqa: F811
+    shards: Path,
     other: Path,
     tmp_path: Path,
 ) -> None:

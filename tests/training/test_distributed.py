@@ -18,8 +18,6 @@ from kalmix.training.checkpoints import list_checkpoints
 from kalmix.training.recipe_files import read_recipe
 from kalmix.training.run import train
 
-from .test_pretraining import shards  # noqa: F401 - a fixture
-
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -71,7 +69,7 @@ eval_tokens = 0
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packing", ["best-fit", "stream"])
-def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_processes_that_divide_sequences_equal_one_process(packing: str, shards: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text(RECIPE.format(shards=str(shards), packing=packing))
     alone = train(read_recipe(str(tmp_path / "recipe.toml")), tmp_path / "alone")
     command = ["pretrain", "recipe.toml", "--set", "context_parallel=2", "--output", "both"]

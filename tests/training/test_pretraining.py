@@ -19,32 +19,9 @@ from kalmix.training.batching import plan_batches
 from kalmix.training.initial_model import build
 from kalmix.training.recipe import CHANGEABLE
 from kalmix.training.run import train
-from kalmix.training.run_data import ShardSource
-from kalmix.training.shards import Order, Preparation, TokenLoader, prepare
+from kalmix.training.shards import Preparation, prepare
 
-from .conftest import WORDS
 from .test_run import Kill
-
-
-@pytest.fixture(scope="session")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("shards")
-    (folder / "corpus").mkdir()
-    for n in range(120):
-        text = " ".join(WORDS[(n * k + k) % len(WORDS)] for k in range(5 + n % 30))
-        (folder / "corpus" / f"{n}.txt").write_text(f"{n} {text}")
-    prepare(Preparation(str(folder / "corpus"), vocab_size=280, held_out=0.1), folder / "shards")
-    return folder / "shards"
-
-
-@pytest.fixture
-def small(shards: Path):
-    def make(**changes) -> Recipe:
-        layers = ({"mixer": "kla", "slots": 4},)
-        sizes = {"vocab_size": 288, "hidden_size": 8, "seq_len": 32, "batch_size": 2, "eval_tokens": 128}
-        return Recipe(**{"shards": str(shards), "layers": layers, **sizes, "steps": 6, **changes})
-
-    return make
 
 
 @pytest.mark.parametrize("changes", [{"packing": "best-fit"}, {"batch_tokens": 128, "workers": 1}], ids=str)
@@ -124,58 +101,6 @@ def test_order_of_the_folders_of_a_mixture_is_that_of_its_run(small, shards: Pat
     assert list(Recipe.load(tmp_path / "part").shards or ()) == list(mixture)
 
 
-def test_mixture_is_evaluated_on_the_folders_with_held_out_documents(small, shards: Path, tmp_path: Path) -> None:
-    (tmp_path / "more.txt").write_text("a filter is a recurrence. " * 200)
-    prepare(Preparation(str(tmp_path / "more.txt"), tokenizer=str(shards / "tokenizer"), held_out=0), tmp_path / "more")
-    alone, mixed = (
-        ShardSource(small(shards=given)).load(None, 1, 0)
-        for given in (str(shards), {str(shards): 1.0, str(tmp_path / "more"): 3.0})
-    )
-    assert alone.evaluation is not None and mixed.evaluation is not None
-    assert torch.equal(mixed.evaluation[0]["input_ids"], alone.evaluation[0]["input_ids"])
-    assert mixed.tokens_per_byte["eval_loss"] == pytest.approx(alone.tokens_per_byte["eval_loss"])
-    assert mixed.tokens_per_byte["loss"] != alone.tokens_per_byte["loss"]
-
-
-@pytest.mark.parametrize("packing", ["stream", "best-fit"])
-@pytest.mark.parametrize(("given", "used", "rows"), [(3, 3, 3), (5, 4, 4), (4, 4, 4)])
-def test_runs_are_evaluated_on_the_same_text_with_any_number_of_processes(
-    packing: str, given: int, used: int, rows: int, small
-) -> None:
-    """A prime number of sequences is cut to full batches, since its batches would have one row."""
-    source = ShardSource(small(eval_tokens=given * 32, batch_size=4, batch_tokens=12 * 32, packing=packing))
-    found = []
-    for processes in (1, 2, 3, 4):
-        batches = source.load(None, processes, 0).evaluation
-        found.append([batch["input_ids"] for batch in batches or ()])
-    assert found[0][0].numel() == rows * 32
-    flat = [torch.cat([batch.flatten() for batch in batches]) for batches in found]
-    assert len(flat[0]) == used * 32 and all(torch.equal(x, flat[0]) for x in flat)
-
-
-@pytest.mark.parametrize("packing", ["stream", "best-fit"])
-@pytest.mark.parametrize("mixed", [False, True])
-def test_runs_are_evaluated_once_on_each_held_out_row(
-    packing: str, mixed: bool, small, shards: Path, tmp_path: Path
-) -> None:
-    """Without a limit, batches would repeat a small split up to `eval_tokens`."""
-    folders = {str(shards): 1.0}
-    if mixed:
-        (tmp_path / "texts").mkdir()
-        for n in range(20):
-            (tmp_path / "texts" / f"{n}.txt").write_text(f"{n}. a filter is a recurrence. " * 9)
-        more = Preparation(str(tmp_path / "texts"), tokenizer=str(shards / "tokenizer"), held_out=0.5)
-        prepare(more, tmp_path / "more")
-        folders[str(tmp_path / "more")] = 1.0
-    recipe = small(shards=folders, eval_tokens=1 << 14, batch_size=1, batch_tokens=32, packing=packing)
-    expected = 0
-    for folder in folders:
-        order = Order(32, packing, seed=None, split="held_out", epochs=1)
-        expected += sum(1 for _ in TokenLoader(folder, order, batch_size=1))
-    evaluation = ShardSource(recipe).load(None, 1, 0).evaluation
-    assert evaluation is not None and len(evaluation) == expected
-
-
 def test_batches_are_copied_without_waiting_for_the_gpu(small, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainers = []
     step = trainer.KalmixTrainer.training_step
@@ -198,19 +123,6 @@ def test_batches_are_copied_without_waiting_for_the_gpu(small, tmp_path: Path, m
     assert copied["labels"].device == count.device == copied["rows"][0].device == copying.model.device
     assert count == 2 and torch.equal(copied["labels"].cpu(), targets)
     assert copied["rows"][0].sum() == 1 << 20 and copied["skip_logits"] is True
-
-
-def test_missing_evaluation_gives_a_warning(small, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    cases = {
-        "`eval_tokens` is 16. ": {"eval_tokens": 16},
-        "the data hold out fewer. ": {"eval_tokens": 2048, "seq_len": 2048, "batch_size": 1},
-        "": {"eval_tokens": 0},
-    }
-    for reason, changes in cases.items():
-        recwarn.clear()
-        assert not train(small(steps=1, **changes), tmp_path / str(changes["eval_tokens"])).held_out
-        told = [text for x in recwarn if "is not evaluated on held-out text" in (text := str(x.message))]
-        assert len(told) == bool(reason) and all(reason in text for text in told)
 
 
 def test_shards_with_a_larger_vocabulary_are_refused(small, tmp_path: Path) -> None:

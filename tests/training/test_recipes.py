@@ -17,8 +17,6 @@ from kalmix.training.initial_model import build
 from kalmix.training.recipe_files import read_recipe, recipe_names
 from kalmix.training.run import train
 
-from .test_pretraining import shards  # noqa: F401 - a fixture
-
 NAMES = recipe_names()
 MILLIONS = {"45m": 45, "180m": 180, "440m": 440, "1b": 1000, "2.8b": 2800}
 VARIANTS = ("kla-plus-45m", "kla-code-45m")
@@ -100,7 +98,7 @@ def test_hybrid_of_appendix_m(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "1b" in name or "2.8b" in name])
 @pytest.mark.slow
-def test_large_recipe_takes_a_step_at_reduced_size(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_large_recipe_takes_a_step_at_reduced_size(name: str, shards: Path, tmp_path: Path) -> None:
     """Heads keep their sizes. The hidden size is reduced, because a checkpoint of full width takes gigabytes."""
     settings = ["steps=1", "vocab_size=288", "hidden_size=256", "fsdp=false", "context_parallel=1"]
     recipe = read_recipe(name, [f"shards={shards}", *settings])
@@ -139,7 +137,7 @@ def test_large_recipe_takes_a_step_at_its_width(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["kla-45m", *VARIANTS, "gpt-mamba-45m", "gpt-gdn-45m"])
-def test_recipe_trains_at_reduced_width(name: str, shards: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_recipe_trains_at_reduced_width(name: str, shards: Path, tmp_path: Path) -> None:
     recipe = read_recipe(name, [f"shards={shards}", "steps=2", "vocab_size=288", "hidden_size=16", "eval_tokens=0"])
     layers = tuple({k: v for k, v in x.items() if k not in ("heads", "head_dim")} for x in recipe.layers[-2:])
     ended = train(replace(recipe, layers=layers, seq_len=32, batch_tokens=64), tmp_path / "run")

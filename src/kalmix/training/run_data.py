@@ -205,9 +205,10 @@ class ShardSource:
     def _eval_batches(self, rows: int) -> Dataset[Any] | None:
         """Return the first held-out batches of the folders that have any; `None` if there are too few tokens.
 
-        They have no more rows than the folders hold out, and the same for any number of rows per batch, which depends
-        on the number of processes. More than `recipe.batch_size` sequences are cut to a multiple of it: batches of one
-        size that few numbers divide are slow.
+        They have no more rows than the folders hold out together; a mixture keeps its weights, so a small folder may
+        repeat. They have the same rows for any number of rows per batch, which depends on the number of processes.
+        More than `recipe.batch_size` sequences are cut to a multiple of it: batches of one size that few numbers
+        divide are slow.
         """
         order = Order(self.recipe.seq_len, self.recipe.packing, seed=None, split="held_out")
         count = self.recipe.eval_tokens // self.recipe.seq_len

@@ -144,7 +144,8 @@ class KalmixTrainer(SafeTrainer):
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list[Any], Any]:
         """Return the batches of a step, and their number of targets on the device."""
-        if self.data.loader is None or self.args.world_size > 1:  # targets are there; the count is of all processes
+        # Batches of a text are on the device already. Several processes add up their counts there.
+        if self.data.loader is None or self.args.world_size > 1:
             return super().get_batch_samples(epoch_iterator, num_batches, device)
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, torch.device("cpu"))
         return batches, self._prepare_input(count)

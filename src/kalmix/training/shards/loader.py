@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Literal
 
 import torch
@@ -94,8 +94,9 @@ class TokenDataset(IterableDataset[Batch]):
         return {"rows": 0, "counts": [0] * len(self.rows), "cursors": [[0, 0, 0] for _ in self.rows]}
 
     def count_rows(self, limit: int) -> int:
-        """Return the number of rows in which each folder is read once, at most `limit`."""
-        return sum(1 for rows in self.rows for _ in islice(walk(rows, Cursor(), 1), limit)) if limit else 0
+        """Return the number of rows of all folders, each read once, or `limit` if there are more."""
+        rows = chain.from_iterable(walk(rows, Cursor(), 1) for rows in self.rows)
+        return sum(1 for _ in islice(rows, limit))
 
     def __iter__(self) -> Iterator[Batch]:
         worker = get_worker_info()
